@@ -1,0 +1,22 @@
+"""ZeRO-Offload for PyTorch Lightning: ``Trainer(strategy="zero_offload")`` after this import."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from lightning_zoffload.config import OffloadConfig
+from lightning_zoffload.errors import CheckpointMismatchError, HostMemoryError
+from lightning_zoffload.precision import ZeroOffloadPrecision
+from lightning_zoffload.registration import register
+from lightning_zoffload.strategy import ZeroOffloadStrategy
+
+__all__ = [
+    "CheckpointMismatchError",
+    "HostMemoryError",
+    "OffloadConfig",
+    "ZeroOffloadPrecision",
+    "ZeroOffloadStrategy",
+]
+__version__ = version("lightning-zoffload")
+
+register()

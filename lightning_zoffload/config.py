@@ -1,0 +1,45 @@
+"""The options of the offload engine, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Options of the offload engine; immutable.
+
+    Attributes:
+        bucket_size: Parameters per bucket. A parameter larger than this gets a bucket of its own.
+        host_threads: Threads of the host update; ``None`` takes ``torch.get_num_threads()``.
+        delayed_update: Run the host update of a step during the next step's forward and backward
+            (one-step delayed parameter update, arXiv 2101.06840 section 5.2). Not available yet.
+        delayed_update_warmup: Synchronous steps before the delay sets in.
+
+    Raises:
+        ValueError: An option is out of its range.
+        NotImplementedError: ``delayed_update=True``.
+    """
+
+    bucket_size: int = 2**25
+    host_threads: int | None = None
+    delayed_update: bool = False
+    delayed_update_warmup: int = 40
+
+    def __post_init__(self) -> None:
+        _require_at_least("bucket_size", self.bucket_size, 1)
+        _require_at_least("delayed_update_warmup", self.delayed_update_warmup, 0)
+        if self.host_threads is not None:
+            _require_at_least("host_threads", self.host_threads, 1)
+        if self.delayed_update:
+            raise NotImplementedError(
+                "The delayed parameter update is not available yet."
+                " Use strategy='zero_offload', without delayed_update, for synchronous updates."
+            )
+
+
+def _require_at_least(name: str, value: int, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"`{name}` must be an integer, got {value!r}. Pass a whole number.")
+    if value < minimum:
+        raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")

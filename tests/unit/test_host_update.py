@@ -1,0 +1,112 @@
+"""The two host updates on one bucket, against torch's optimizer on plain fp32 parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optimizer_pairs import OPTIMIZERS, assert_same, pair, step
+from torch import nn
+
+from lightning_zoffload import CheckpointMismatchError
+from lightning_zoffload.host_update import MasterUpdate, NativeAdam, choose_update
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_twenty_steps_follow_torch_in_parameters_and_state(name: str) -> None:
+    plain, ours = pair(OPTIMIZERS[name])
+    for seed in range(20):
+        step(*plain, seed)
+        step(*ours, seed)
+    assert_same(plain, ours)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "amsgrad"])
+def test_a_parameter_without_gradient_is_left_alone_and_its_count_stands(name: str) -> None:
+    plain, ours = pair(OPTIMIZERS[name])
+    for seed, skip in enumerate(["0.bias", "", "1.weight", "0.bias", "0.bias", ""]):
+        step(*plain, seed, skip)
+        step(*ours, seed, skip)
+        assert_same(plain, ours)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adagrad"])
+def test_state_dicts_go_both_ways_with_torch(name: str) -> None:
+    plain, ours = pair(OPTIMIZERS[name])
+    for seed in range(3):
+        step(*plain, seed)
+        step(*ours, seed)
+    plain_state = copy.deepcopy(plain[1].state_dict())
+    plain[1].load_state_dict(copy.deepcopy(ours[1].state_dict()))
+    ours[1].load_state_dict(plain_state)
+    for seed in range(3, 6):
+        step(*plain, seed)
+        step(*ours, seed)
+    assert_same(plain, ours)
+
+
+def test_loading_a_fresh_state_starts_afresh() -> None:
+    plain, ours = pair(OPTIMIZERS["adamw"])
+    fresh = copy.deepcopy(plain[1].state_dict())
+    for seed in range(3):
+        step(*ours, seed)
+        step(*plain, seed)
+    ours[1].load_state_dict(copy.deepcopy(fresh))
+    plain[1].load_state_dict(copy.deepcopy(fresh))
+    step(*plain, 9)
+    step(*ours, 9)
+    assert_same(plain, ours)
+
+
+def test_choice_is_native_for_what_the_kernel_knows_and_torch_for_the_rest() -> None:
+    parameters = [nn.Parameter(torch.zeros(1))]
+    native = {name for name in OPTIMIZERS if name.startswith("adam") and name != "adamax"}
+    for name, make in OPTIMIZERS.items():
+        expected = NativeAdam if name in native else MasterUpdate
+        assert type(choose_update(make(parameters), None)) is expected, name
+
+
+def test_a_subclass_with_its_own_formula_is_not_taken_for_adam() -> None:
+    class Negated(torch.optim.AdamW):
+        pass
+
+    update = choose_update(Negated([nn.Parameter(torch.zeros(1))]), None)
+    assert isinstance(update, MasterUpdate)
+
+
+def test_lbfgs_is_refused_with_an_alternative() -> None:
+    with pytest.raises(ValueError, match=r"LBFGS.*AdamW"):
+        choose_update(torch.optim.LBFGS([nn.Parameter(torch.zeros(1))]), None)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state.pop("exp_avg"), "`0.weight` has no `exp_avg`"),
+        (
+            lambda state: state.update(exp_avg_sq=torch.zeros(2, 2)),
+            r"`exp_avg_sq` of `0.weight` has shape \(2, 2\), expected \(7, 5\)",
+        ),
+    ],
+)
+def test_state_of_another_model_is_refused_by_name(
+    damage: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    plain, ours = pair(OPTIMIZERS["adamw"])
+    step(*plain, 0)
+    state = plain[1].state_dict()
+    damage(state["state"][0])
+    with pytest.raises(CheckpointMismatchError, match=message):
+        ours[1].load_state_dict(state)
+
+
+def test_amsgrad_from_a_loaded_state_is_refused_at_the_step() -> None:
+    plain, ours = pair(OPTIMIZERS["adamw"])
+    state = plain[1].state_dict()
+    state["param_groups"][0]["amsgrad"] = True
+    ours[1].load_state_dict(state)
+    with pytest.raises(ValueError, match="amsgrad"):
+        step(*ours, 0)
