@@ -94,8 +94,12 @@ class OffloadEngine:
             for optimizer in optimizers
         }
         self._validate(optimizers)
-        for share in self._shares.values():
-            self._take_over(share, lambda parameter: parameter.requires_grad)
+        try:
+            for share in self._shares.values():
+                self._take_over(share, lambda parameter: parameter.requires_grad)
+        except BaseException:  # out of memory half-way: the module must stay usable
+            self.release()
+            raise
 
     @property
     def masters(self) -> dict[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
@@ -124,19 +124,24 @@ class ZeroOffloadPrecision(Precision):
         """Leaves the module as it is: the masters are taken from its fp32 parameters."""
         return module
 
-    def convert_residents(self, module: nn.Module) -> list[Tensor]:
+    def convert_residents(self, module: nn.Module) -> set[str]:
         """Casts what is not offloaded (buffers, frozen parameters) as plain Lightning would.
 
         Returns:
-            The tensors that were fp32 and are 16-bit now, in place.
+            The names of the tensors that were fp32 and are 16-bit now.
         """
         if self.autocasts or self.precision == "32-true":
-            return []
-        residents = [*module.buffers(), *module.parameters()]
-        cast = [tensor for tensor in residents if tensor.dtype is torch.float32]
-        for tensor in cast:
+            return set()
+        fp32 = {name: t for name, t in _named_tensors(module) if t.dtype is torch.float32}
+        for tensor in fp32.values():
             tensor.data = tensor.data.to(self.compute_dtype)
-        return cast
+        return set(fp32)
+
+    def restore_residents(self, module: nn.Module, names: set[str]) -> None:
+        """Makes what :meth:`convert_residents` cast fp32 again."""
+        for name, tensor in _named_tensors(module):
+            if name in names:
+                tensor.data = tensor.data.float()
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -172,6 +177,11 @@ class ZeroOffloadPrecision(Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        if self.engine is None:  # nothing would take the loss scale out again
+            raise ValueError(
+                "`ZeroOffloadPrecision` trains under `zero_offload` only."
+                " Pass `Trainer(strategy='zero_offload')`, or `precision=` for another strategy."
+            )
         if self.loss_scale.scale != 1.0:
             tensor = tensor * self.loss_scale.scale
         return super().pre_backward(tensor, module)
@@ -191,10 +201,7 @@ class ZeroOffloadPrecision(Precision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Asks the engine to clip in the passes it makes anyway; ``p.grad`` stays as it is."""
-        if clip_val <= 0:
-            return
-        if self.engine is None:
-            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        if clip_val <= 0 or self.engine is None:
             return
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -228,6 +235,11 @@ def _make_loss_scale(precision: str, loss_scale: float | None) -> LossScale:
             " Leave it out, or choose '16-mixed' or '16-true'."
         )
     return ConstantLossScale()
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def _normalisation_parameters(module: nn.Module) -> set[Tensor]:

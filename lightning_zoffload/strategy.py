@@ -69,7 +69,7 @@ class ZeroOffloadStrategy(SingleDeviceStrategy):
         self._engine: OffloadEngine | None = None
         self._steps: list[OffloadedStep] = []
         self._homes: dict[Tensor, Tensor] = {}
-        self._cast_residents: list[Tensor] = []
+        self._cast_residents: set[str] = set()
         self._parallel_devices: list[torch.device] = []
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
@@ -197,9 +197,9 @@ class ZeroOffloadStrategy(SingleDeviceStrategy):
             parameter.data = home
         self._homes = {}
         super().teardown()
-        for tensor in self._cast_residents:
-            tensor.data = tensor.data.float()
-        self._cast_residents = []
+        if self.lightning_module is not None:
+            self._precision.restore_residents(self.lightning_module, self._cast_residents)
+        self._cast_residents = set()
 
     @classmethod
     @override

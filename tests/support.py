@@ -77,6 +77,8 @@ def make_trainer(strategy: Any = "zero_offload", precision: str = "32-true", **o
         "enable_checkpointing": False,
         "logger": False,
     }
+    if "plugins" in options:
+        return L.Trainer(strategy=strategy, **{**quiet, **options})
     if precision == "16-mixed" and strategy != "auto":
         return L.Trainer(
             strategy=strategy, plugins=ZeroOffloadPrecision("16-mixed"), **{**quiet, **options}

@@ -11,8 +11,10 @@ from support import assert_relative
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zoffload import HostMemoryError
 from lightning_zoffload.config import OffloadConfig
 from lightning_zoffload.engine import Clipping, OffloadEngine
+from lightning_zoffload.host_memory import HostBuffer
 from lightning_zoffload.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from lightning_zoffload.optimizer import OffloadedStep
 
@@ -234,6 +236,27 @@ def test_a_parameter_in_two_optimizers_is_refused_by_name_and_nothing_is_touched
     with pytest.raises(ValueError, match=r"`1.weight` belongs to two optimizers"):
         make_engine(module, *shared)
     assert {p: p.data_ptr() for p in module.parameters()} == before
+
+
+def test_memory_refused_half_way_leaves_the_module_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = net()
+    before = {p: p.detach().clone() for p in module.parameters()}
+    built = []
+
+    class ScarceBuffer(HostBuffer):
+        def __init__(self, numel: int, dtype: torch.dtype) -> None:
+            built.append(numel)
+            if len(built) > 6:
+                raise HostMemoryError("scarce")
+            super().__init__(numel, dtype)
+
+    monkeypatch.setattr("lightning_zoffload.bucket.HostBuffer", ScarceBuffer)
+    with pytest.raises(HostMemoryError):
+        make_engine(
+            module, torch.optim.AdamW(module.parameters()), dtype=torch.bfloat16, bucket_size=1
+        )
+    for parameter, value in before.items():
+        assert torch.equal(parameter.detach(), value)
 
 
 @pytest.mark.parametrize(

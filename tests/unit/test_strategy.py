@@ -220,6 +220,12 @@ def test_a_complex_parameter_is_refused_by_name() -> None:
         fit(module)
 
 
+def test_our_precision_under_another_strategy_is_refused() -> None:
+    trainer = make_trainer("auto", plugins=ZeroOffloadPrecision("bf16-mixed"))
+    with pytest.raises(ValueError, match="strategy='zero_offload'"):
+        trainer.fit(Classifier(), batches())
+
+
 def test_init_module_creates_fp32_on_the_host() -> None:
     trainer = make_trainer(precision="bf16-true")
     with trainer.init_module():
