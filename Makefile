@@ -36,7 +36,7 @@ format: setup
 	$(BIN)/clang-format -i $(shell find native -name '*.[ch]')
 
 gpu-check: setup
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

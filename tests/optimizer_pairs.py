@@ -63,7 +63,7 @@ def step(module: nn.Module, optimizer: Optimizer, seed: int, skip: str = "") -> 
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         gradient = torch.randn(parameter.shape, generator=generator)
-        parameter.grad = None if name == skip else gradient
+        parameter.grad = None if name == skip else gradient.to(parameter.dtype)
     optimizer.step()
 
 

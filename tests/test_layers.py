@@ -74,16 +74,20 @@ def test_files_stay_under_their_ceiling(name: str) -> None:
     assert lines <= CEILINGS[name], f"{name}.py has {lines} lines, its ceiling is {CEILINGS[name]}"
 
 
+def lines_without_docstring(function: ast.FunctionDef) -> int:
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        lines -= (docstring.end_lineno or 0) - docstring.lineno + 1
+    return lines
+
+
 @pytest.mark.parametrize("name", ORDER)
 def test_functions_stay_short(name: str) -> None:
     tree = ast.parse((PACKAGE / f"{name}.py").read_text())
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    too_long = {
-        f.name: f.end_lineno - f.lineno + 1
-        for f in functions
-        if f.end_lineno is not None and f.end_lineno - f.lineno + 1 > LONGEST_FUNCTION
-    }
-    assert not too_long
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    lengths = {function.name: lines_without_docstring(function) for function in functions}
+    assert not {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION}
 
 
 @pytest.mark.parametrize("name", ORDER)

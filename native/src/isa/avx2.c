@@ -1,0 +1,6 @@
+#include "../simd/avx2.h"
+
+#include "../adam.inc.h"
+#include "../stats.inc.h"
+
+const struct zo_kernels zo_avx2 = ZO_KERNELS("avx2");

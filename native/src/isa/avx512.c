@@ -1,0 +1,6 @@
+#include "../simd/avx512.h"
+
+#include "../adam.inc.h"
+#include "../stats.inc.h"
+
+const struct zo_kernels zo_avx512 = ZO_KERNELS("avx512");
