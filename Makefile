@@ -2,6 +2,7 @@
 # a C compiler and nothing else. All that they install goes to .venv/.
 
 PYTHON ?= python3
+WERROR ?= OFF
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -15,7 +16,7 @@ $(STAMP): $(INSTALL_INPUTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint requirements/ci.txt torch
 	$(BIN)/pip install --quiet --constraint requirements/ci.txt \
-		--config-settings=cmake.define.ZOFFLOAD_WERROR=ON --editable ".[dev]"
+		--config-settings=cmake.define.ZOFFLOAD_WERROR=$(WERROR) --editable ".[dev]"
 	touch $@
 
 demo: setup

@@ -67,7 +67,8 @@ def adam_step(
     The formula is that of :class:`torch.optim.Adam` and :class:`torch.optim.AdamW` (arXiv 1412.6980
     and 1711.05101) without ``amsgrad``, for the gradient ``exchange * grad_scale``, clamped. All
     results have the same bits on every instruction set and for any number of threads, and are
-    within 2 ulp of the formula computed exactly (of its larger term, where terms cancel).
+    within 2 ulp of the formula computed exactly (of its larger term, where terms cancel), for
+    hyper-parameters in fp32's normal range and ``lr * weight_decay`` below 1/2.
 
     The tensors are on the CPU, one-dimensional, contiguous, of one length, and do not overlap.
 

@@ -26,25 +26,29 @@ struct zo_adam_constants zo_adam_constants(const struct zo_adam *hyper) {
       .eps = hyper->eps * correction2,
   };
 
-  /* A scale far from 1 would take its square out of fp32's range. */
-  const double size = fabs(k.scale);
-  k.folded = k.l2 == 0.0 && isinf(k.clip) && size >= 0x1p-40 && size <= 0x1p40;
-  const double folded_scale = k.folded ? k.scale : 1.0;
-  /* A positive eps stays one whose inverse is finite. */
-  const double eps = k.eps > 0.0 ? fmax(k.eps, FLT_MIN) : k.eps;
+  const double scale2 = k.scale * k.scale;
+  k.common = k.l2 == 0.0 && isinf(k.clip) && k.beta1 >= 0.875 && k.beta2 >= 0.875 &&
+             scale2 >= 0x1p-80 && scale2 * k.one_minus_beta2 <= 1.0;
   const struct zo_pair step_size = pair_of(k.step_size);
-
+  k.f32.step_size = step_size.high;
+  k.f32.step_size_residue = step_size.high == 0.0f ? 0.0f : step_size.low / step_size.high;
+  k.f32.minus_decay = (float)(k.decay - 1.0);
+  /* A positive eps stays one whose inverse is finite. */
+  k.f32.eps = (float)(k.eps > 0.0 ? fmax(k.eps, FLT_MIN) : 0.0);
+  k.f32.beta1 = pair_of(k.beta1);
+  k.f32.beta2 = pair_of(k.beta2);
   k.f32.clip = (float)k.clip;
   k.f32.scale = pair_of(k.scale);
   k.f32.l2 = pair_of(k.l2);
-  k.f32.decay = pair_of(k.decay);
-  k.f32.beta1 = pair_of(k.beta1);
-  k.f32.first = pair_of(k.one_minus_beta1 * folded_scale);
-  k.f32.beta2 = pair_of(k.beta2);
-  k.f32.second = pair_of(k.one_minus_beta2 * folded_scale * folded_scale);
-  k.f32.eps = pair_of(eps);
-  k.f32.step_size = step_size.high;
-  k.f32.step_size_residue = step_size.high == 0.0f ? 0.0f : step_size.low / step_size.high;
+  const double first = k.one_minus_beta1 * (k.common ? k.scale : 1.0);
+  k.f32.first = pair_of(first);
+  k.f32.second = pair_of(k.one_minus_beta2 * (k.common ? scale2 : 1.0));
+
+  const double bias = k.f32.step_size_residue;
+  k.f32.one_minus_beta1 = (float)k.one_minus_beta1;
+  k.f32.one_minus_beta1_exact = (float)(k.one_minus_beta1 - bias * k.beta1);
+  k.f32.one_minus_beta2 = (float)k.one_minus_beta2;
+  k.f32.first_rest = (float)(first * (1.0 + bias) - k.f32.first.high);
   return k;
 }
 

@@ -8,8 +8,7 @@
 #include "zoffload.h"
 
 #if FLT_EVAL_METHOD != 0
-#error                                                                                             \
-    "lightning-zoffload needs arithmetic in the operands' own precision (on 32-bit x86: -mfpmath=sse)"
+#error "arithmetic must be done in the operands' own precision (on 32-bit x86: -mfpmath=sse)"
 #endif
 
 /* A double kept as the sum of two floats, to about 48 bits. */
@@ -21,10 +20,11 @@ struct zo_pair {
 struct zo_adam_constants {
   double scale, clip, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps;
   struct {
-    struct zo_pair scale, l2, decay, beta1, first, beta2, second, eps;
-    float clip, step_size, step_size_residue;
+    struct zo_pair scale, l2, beta1, first, beta2, second;
+    float clip, eps, minus_decay, step_size, step_size_residue;
+    float one_minus_beta1, one_minus_beta1_exact, one_minus_beta2, first_rest;
   } f32;
-  int folded; /* the gradient's scale is part of `first` and `second` */
+  int common; /* the scale is part of `first` and `second`; see adam.inc.h */
 };
 
 /* The kernels of one instruction set, by dtype. */

@@ -1,9 +1,9 @@
 /* The sum of squares of one tile: the only text of the kernel. Included after adam.inc.h.
  *
- * Element i of a tile is added to lane i % 16 in fp64, and the lanes are summed as a fixed tree, so
+ * Element i of a tile is added to lane i % 32 in fp64, and the lanes are summed as a fixed tree, so
  * the result is the same whatever the width of the registers. */
 
-enum { SUM_LANES = 16 };
+enum { SUM_LANES = 32 };
 
 VEC_OP void add_squares(squares sums[SUM_LANES / LANES], enum zo_dtype dtype, const char *bytes) {
   for (int j = 0; j < SUM_LANES / LANES; j++) {

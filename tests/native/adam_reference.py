@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_zoffload import kernels
+
 WIDE = np.longdouble
 SUBNORMAL = WIDE(2.0) ** -149
 NAMES = ("master", "exp_avg", "exp_avg_sq")
@@ -33,6 +35,16 @@ class Hyper:
         denominator = np.sqrt(v) / np.sqrt(1 - beta2**self.step) + WIDE(self.eps)
         return WIDE(self.lr) / (1 - beta1**self.step) * m / denominator
 
+    def step_size(self) -> np.longdouble:
+        beta1, beta2 = map(WIDE, self.betas)
+        return WIDE(self.lr) * np.sqrt(1 - beta2**self.step) / (1 - beta1**self.step)
+
+    def apply(self, tensors: tuple[Tensor, ...], num_threads: int = 1) -> tuple[Tensor, ...]:
+        """What ``adam_step`` makes of copies of the tensors."""
+        results = tuple(tensor.clone() for tensor in tensors)
+        kernels.adam_step(*results, **vars(self), num_threads=num_threads)
+        return results
+
 
 def wide(tensor: Tensor) -> np.ndarray:
     return tensor.detach().double().numpy().astype(WIDE)
@@ -49,10 +61,24 @@ def errors_in_ulp(
 ) -> dict[str, np.ndarray]:
     """Errors of master, exp_avg and exp_avg_sq, in ulp of the larger of result and terms.
 
+    Where the terms of the first moment cancel, so does the update that it makes.
+
     Below fp32's normal range a moment is a multiple of 2^-149, and the parameter can be no better
     than two such steps in each moment make it; what they make is not counted as its error.
+    Where an exact result is infinite or NaN the error is NaN.
     """
-    p, m, v, raw = map(wide, before)
+    with np.errstate(all="ignore"):
+        return _errors_in_ulp(hyper, *map(wide, before), after)
+
+
+def _errors_in_ulp(
+    hyper: Hyper,
+    p: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    raw: np.ndarray,
+    after: tuple[Tensor, ...],
+) -> dict[str, np.ndarray]:
     beta1, beta2 = map(WIDE, hyper.betas)
     gradient = raw * WIDE(hyper.grad_scale)
     limit = WIDE(np.float32(hyper.clip_value))
@@ -67,14 +93,17 @@ def errors_in_ulp(
     new_v = beta2 * v + (1 - beta2) * gradient**2
     update = hyper.update(new_m, new_v)
     new_p = decayed - update
+    update_of_larger_term = hyper.update(np.max(np.abs([*m_terms, new_m]), axis=0), new_v)
 
     m_step = np.sign(new_m) * 2 * SUBNORMAL
     most = hyper.update(new_m + m_step, np.maximum(new_v - 2 * SUBNORMAL, 0))
     least = hyper.update(new_m - m_step, new_v + 2 * SUBNORMAL)
     slack = np.maximum(np.abs(most - update), np.abs(update - least))
+    # The quotient, too, is a multiple of 2^-149.
+    slack = slack + hyper.step_size() * SUBNORMAL
 
     return {
-        "master": _error(after[0], new_p, (decayed, update), slack),
+        "master": _error(after[0], new_p, (p, decayed, update_of_larger_term, most), slack),
         "exp_avg": _error(after[1], new_m, m_terms),
         "exp_avg_sq": _error(after[2], new_v, ()),
     }
@@ -89,3 +118,14 @@ def _error(
     overflow = np.isinf(wide(got)) & (np.sign(exact) == np.sign(wide(got)))
     overflow &= np.abs(exact) >= WIDE(torch.finfo(torch.float32).max)
     return np.where(overflow, 0, difference / ulp(largest))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """To compare NaNs and signed zeros too."""
+    return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)
+
+
+def assert_same_bits(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for name, a, b in zip((*NAMES, "exchange"), actual, expected, strict=True):
+        different = (bits(a) != bits(b)).nonzero().flatten().tolist()
+        assert not different, f"{name} differs at {different[:5]}: {a[different]}, {b[different]}"

@@ -70,9 +70,22 @@ VEC_OP float float_of(uint32_t bits) {
   return x;
 }
 
+/* Halves are moved as bytes: a tail is a buffer of floats that holds halves. */
+VEC_OP uint32_t load_half(const uint16_t *p) {
+  uint16_t bits;
+  memcpy(&bits, p, sizeof bits);
+  return bits;
+}
+
+VEC_OP void store_half(uint16_t *p, uint32_t half) {
+  const uint16_t bits = (uint16_t)half;
+  memcpy(p, &bits, sizeof bits);
+}
+
 VEC_OP vec v_load_f16(const uint16_t *p) {
-  const uint32_t sign = (uint32_t)(*p & 0x8000) << 16;
-  const uint32_t magnitude = *p & 0x7FFF;
+  const uint32_t half = load_half(p);
+  const uint32_t sign = (half & 0x8000) << 16;
+  const uint32_t magnitude = half & 0x7FFF;
   if (magnitude >= 0x7C00) { /* infinity; a NaN becomes quiet */
     return float_of(sign | 0x7F800000 | (magnitude & 0x3FF) << 13 |
                     (magnitude > 0x7C00 ? 0x400000 : 0));
@@ -83,28 +96,29 @@ VEC_OP vec v_load_f16(const uint16_t *p) {
   return float_of(sign | ((magnitude << 13) + (112u << 23)));
 }
 
-/* To nearest even; every NaN becomes 0x7E00. */
+/* To nearest even. A NaN must be the one that zo_adam_element makes: it becomes 0x7E00. */
 VEC_OP void v_store_f16(uint16_t *p, vec x) {
   const uint32_t sign = bits_of(x) >> 16 & 0x8000;
   const uint32_t magnitude = bits_of(x) & 0x7FFFFFFF;
   if (magnitude > 0x7F800000) {
-    *p = 0x7E00;
+    store_half(p, 0x7E00);
   } else if (magnitude >= 0x477FF000) { /* 65520 and more round to infinity */
-    *p = (uint16_t)(sign | 0x7C00);
+    store_half(p, sign | 0x7C00);
   } else if (magnitude < 0x38800000) { /* adding 0.5 makes the FPU round to multiples of 2^-24 */
-    *p = (uint16_t)(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
+    store_half(p, sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
   } else {
     const uint32_t rounded = magnitude + 0xFFF + (magnitude >> 13 & 1);
-    *p = (uint16_t)(sign | (rounded - (112u << 23)) >> 13);
+    store_half(p, sign | (rounded - (112u << 23)) >> 13);
   }
 }
 
-VEC_OP vec v_load_bf16(const uint16_t *p) { return float_of((uint32_t)*p << 16); }
+VEC_OP vec v_load_bf16(const uint16_t *p) { return float_of(load_half(p) << 16); }
 
-/* To nearest even; every NaN becomes 0x7FC0, as in torch. */
+/* To nearest even, by integers: AVX-512's own instruction flushes subnormal numbers. A NaN must be
+ * the one that zo_adam_element makes: it becomes 0x7FC0, as in torch. */
 VEC_OP void v_store_bf16(uint16_t *p, vec x) {
   const uint32_t bits = bits_of(x);
-  *p = x != x ? 0x7FC0 : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  store_half(p, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
 /* Running sums of squares in fp64, one for each lane. The squares are exact, so that it does not
