@@ -24,6 +24,8 @@ def quiet_lightning() -> Iterator[None]:
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
+        # Raised by torch on behalf of Lightning, and again under pytest.warns' own name.
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
         yield
 
 
