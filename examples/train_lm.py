@@ -235,7 +235,9 @@ def summarize(cli: LightningCLI, record: StepRecord) -> None:
     [metrics] = trainer.validate(cli.model, cli.datamodule, verbose=False)
     [sample] = trainer.predict(cli.model, cli.datamodule) or []
     print(f"\n--- sample\n{to_text(sample[0])}\n\n--- summary")
-    print(f"strategy        {cli.config.fit.trainer.strategy}, {trainer.precision}")
+    strategy = cli.config.fit.trainer.strategy
+    strategy = getattr(strategy, "class_path", strategy)  # options make it a class
+    print(f"strategy        {strategy}, {trainer.precision}")
     print(f"parameters      {sum(p.numel() for p in cli.model.parameters()):,}")
     print(f"train loss      {record.losses[0]:.4f} -> {record.losses[-1]:.4f} in {steps} steps")
     print(f"bits per byte   {metrics['val_bits_per_byte']:.4f} on unseen text")

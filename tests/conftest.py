@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 import lightning_zoffload  # noqa: F401 - registers the strategy names
+
+# Time limits for single examples would make the suite depend on the machine's load.
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
