@@ -22,7 +22,8 @@
  *
  * to first order: less than 1.5 u for any x. Then the decayed parameter and the result round once
  * each, and weight decay rounds to fp32 what it takes away (fair while lr * weight_decay < 1/2).
- * Below fp32's normal range moments are multiples of 2^-149, as in any fp32 code.
+ * Near the bottom of fp32's range moments, quotient and low parts are multiples of 2^-149; each may
+ * be one such step further off.
  *
  * Where residues meet infinities they are NaN, even where the formula is not. A lane whose
  * parameter does not come out finite is therefore done again, in fp64, by zo_adam_element. */
@@ -76,7 +77,9 @@ VEC_OP adam_moments moments_common(const struct zo_adam_constants *k, int raw_is
     v = v_fma(second, v_fms(raw, raw, square), v);
   }
   v = v_fma(second, square, v);
-  return (adam_moments){m.high, v, {m.high, v_add(m.low, v_add(decayed_low, share_low))}};
+  return (adam_moments){v_fma(v_set(k->f32.first.low), raw, m.high),
+                        v,
+                        {m.high, v_add(m.low, v_add(decayed_low, share_low))}};
 }
 
 /* For all others. */

@@ -63,8 +63,8 @@ def errors_in_ulp(
 
     Where the terms of the first moment cancel, so does the update that it makes.
 
-    Below fp32's normal range a moment is a multiple of 2^-149, and the parameter can be no better
-    than two such steps in each moment make it; what they make is not counted as its error.
+    At the bottom of fp32's range moments and their low parts are multiples of 2^-149. One such step
+    in a moment, two in those that make the parameter, and one in the quotient are not counted.
     Where an exact result is infinite or NaN the error is NaN.
     """
     with np.errstate(all="ignore"):
@@ -99,18 +99,17 @@ def _errors_in_ulp(
     most = hyper.update(new_m + m_step, np.maximum(new_v - 2 * SUBNORMAL, 0))
     least = hyper.update(new_m - m_step, new_v + 2 * SUBNORMAL)
     slack = np.maximum(np.abs(most - update), np.abs(update - least))
-    # The quotient, too, is a multiple of 2^-149.
     slack = slack + hyper.step_size() * SUBNORMAL
 
     return {
         "master": _error(after[0], new_p, (p, decayed, update_of_larger_term, most), slack),
-        "exp_avg": _error(after[1], new_m, m_terms),
-        "exp_avg_sq": _error(after[2], new_v, ()),
+        "exp_avg": _error(after[1], new_m, m_terms, SUBNORMAL),
+        "exp_avg_sq": _error(after[2], new_v, (), SUBNORMAL),
     }
 
 
 def _error(
-    got: Tensor, exact: np.ndarray, terms: tuple[np.ndarray, ...], slack: np.ndarray | int = 0
+    got: Tensor, exact: np.ndarray, terms: tuple[np.ndarray, ...], slack: np.ndarray
 ) -> np.ndarray:
     largest = np.max(np.abs([exact, *terms]), axis=0)
     difference = np.maximum(np.abs(wide(got) - exact) - slack, 0)
