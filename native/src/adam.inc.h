@@ -44,7 +44,8 @@ VEC_OP pair adam_gradient(const struct zo_adam_constants *k, vec raw, vec p) {
   }
   const pair penalty = pair_mul(pair_set(k->f32.l2), p);
   const pair sum = two_sum(a.high, penalty.high);
-  return (pair){sum.high, v_add(sum.low, v_add(a.low, penalty.low))};
+  /* Where the two cancel the low part may be as large as the high one: divide them anew. */
+  return two_sum(sum.high, v_add(sum.low, v_add(a.low, penalty.low)));
 }
 
 typedef struct {

@@ -123,6 +123,20 @@ def test_steps_follow_torch(isa: str, dtype: torch.dtype, decoupled: bool) -> No
         torch.testing.assert_close(a.double(), b, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.0123456789])
+def test_an_l2_penalty_that_cancels_the_gradient(isa: str, scale: float) -> None:
+    """What is left to square may be 2^-18 of either term: it must have all its bits."""
+    rng = np.random.default_rng(3)
+    n = 1500
+    hyper = Hyper(weight_decay=0.1, decoupled=False, grad_scale=scale, betas=(0.9, 0.1))
+    gradient = powers(-8, 8)(rng, n).astype(np.float32)
+    penalised = -gradient.astype(np.float64) * scale / hyper.weight_decay
+    master = torch.tensor(penalised * (1 + powers(-18, -2)(rng, n)), dtype=torch.float32)
+    before = (master, torch.zeros(n), torch.zeros(n), torch.tensor(gradient))
+    after = hyper.apply(before)
+    assert errors_in_ulp(hyper, before, after)["exp_avg_sq"].max() <= 2
+
+
 SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 4095, 4096, 4097, 65537, 1_000_003]
 
 
