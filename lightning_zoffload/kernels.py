@@ -1,19 +1,51 @@
-"""The compiled kernels: one Adam step and gradient statistics, on CPU tensors.
+"""The compiled kernels: fused optimizer steps, gradient statistics and casts, on CPU tensors.
 
 The only file that touches the C library. Arguments are checked here, so that the C code may trust
 them. The interpreter lock is released while a kernel runs.
+
+All results have the same bits on every instruction set and for any number of threads. A step's are
+within 2 ulp of its formula computed exactly (2 ulp of its larger term, where terms cancel), for
+hyper-parameters in fp32's normal range and ``lr * weight_decay`` below 1/2.
+
+Tensors are on the CPU, one-dimensional, contiguous, of one length, and do not overlap. All steps
+share these arguments:
+
+- ``master``: the parameters, fp32.
+- ``exchange``: fp16, bf16 or fp32. Holds the gradient on entry, and on return the new parameters,
+  rounded to nearest even.
+- The state tensors, named as in torch: all fp32, or all bf16. bf16 is rounded stochastically, or a
+  second moment would stand still: its steps of ``1 - beta2`` are below bf16's resolution.
+- ``step``: number of this step, counted from 1, or a :class:`SegmentSteps`.
+- ``grad_scale``: the gradient is multiplied by this first.
+- ``clip_value``: then clamped to ± this, in fp32.
+- ``maximize``: as in torch.
+- ``num_threads``: default :func:`torch.get_num_threads`.
+
+They raise ``TypeError`` where an argument is not a tensor or has another dtype, and ``ValueError``
+for a tensor of another layout, device or length, overlapping tensors, or a hyper-parameter out of
+range.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from lightning_zoffload.checks import (
+    check_betas,
+    check_length,
+    check_numbers,
+    check_positive,
+    check_tensor,
+    check_together,
+)
 
 try:
     from lightning_zoffload._native import ffi as _ffi
@@ -24,12 +56,13 @@ except ImportError as error:
         " Run `pip install .` in the source folder to build it, or install a wheel."
     ) from error
 
-_EXCHANGE_DTYPES = {
+_DTYPES = {
     torch.float16: _lib.ZO_F16,
     torch.bfloat16: _lib.ZO_BF16,
     torch.float32: _lib.ZO_F32,
 }
-_STATE_DTYPES = {torch.float32: _lib.ZO_F32}
+_FP32 = (torch.float32,)
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
 _ISAS: tuple[str, ...] = tuple(
     _ffi.string(_lib.zo_isa_name(i)).decode() for i in range(_lib.zo_isa_count())
 )
@@ -46,74 +79,200 @@ def isa() -> str:
     return name
 
 
+@dataclass(frozen=True)
+class SegmentSteps:
+    """Step counts of the segments of a bucket, so that one call updates it all.
+
+    Attributes:
+        ends: Where each segment ends, exclusive, in elements; ascending. It begins where the one
+            before it ends. ``int64``, CPU, one-dimensional, as are the others.
+        steps: Each segment's step, counted from 1; where it is 0 the segment is left as it is.
+        seeds: What each segment's random numbers depend on, besides its step and the element's
+            number in it. Of use for bf16 state only; default zeros.
+    """
+
+    ends: Tensor
+    steps: Tensor
+    seeds: Tensor | None = None
+
+
 def adam_step(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    exchange: torch.Tensor,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exchange: Tensor,
     *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    step: int,
+    step: int | SegmentSteps,
     grad_scale: float = 1.0,
     decoupled: bool = True,
+    max_exp_avg_sq: Tensor | None = None,
+    maximize: bool = False,
     clip_value: float = math.inf,
     num_threads: int | None = None,
 ) -> None:
     """One step of Adam or AdamW, in place, in a single pass over memory.
 
     The formula is that of :class:`torch.optim.Adam` and :class:`torch.optim.AdamW` (arXiv 1412.6980
-    and 1711.05101) without ``amsgrad``, for the gradient ``exchange * grad_scale``, clamped. All
-    results have the same bits on every instruction set and for any number of threads, and are
-    within 2 ulp of the formula computed exactly (of its larger term, where terms cancel), for
-    hyper-parameters in fp32's normal range and ``lr * weight_decay`` below 1/2.
-
-    The tensors are on the CPU, one-dimensional, contiguous, of one length, and do not overlap.
+    and 1711.05101). See the head of this file for what is not listed here.
 
     Args:
-        master: The parameters, fp32.
-        exp_avg: First moment, fp32.
-        exp_avg_sq: Second moment, fp32.
-        exchange: fp16, bf16 or fp32. Holds the gradient on entry, and on return the new parameters,
-            rounded to nearest even.
+        master: The parameters.
+        exp_avg: First moment.
+        exp_avg_sq: Second moment.
+        exchange: Gradient, then new parameters.
         lr: Learning rate.
         betas: Decay rates of the two moments, each in [0, 1).
         eps: Added to the denominator.
         weight_decay: Its coefficient: decoupled as in AdamW, or an L2 penalty as in Adam.
-        step: Number of this step, counted from 1.
-        grad_scale: The gradient is multiplied by this first.
+        step: Number of this step.
+        grad_scale: Factor of the gradient.
         decoupled: Whether weight decay is AdamW's.
-        clip_value: Bound on the absolute value of the scaled gradient, taken in fp32.
-        num_threads: Default: :func:`torch.get_num_threads`.
-
-    Raises:
-        TypeError: An argument is not a tensor or not of a dtype named above.
-        ValueError: A tensor of another layout, device or length, overlapping tensors, or a
-            hyper-parameter out of range.
+        max_exp_avg_sq: Largest second moment so far; given, the step is ``amsgrad``'s.
+        maximize: Ascends instead of descending.
+        clip_value: Bound of the scaled gradient.
+        num_threads: Threads to use.
     """
-    _check_buffers(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exchange=exchange)
-    _check_hyper_parameters(lr, betas, eps, weight_decay, step, clip_value)
-    hyper = (lr, *betas, eps, weight_decay, grad_scale, clip_value, step, decoupled)
-    _lib.zo_adam_step(
-        _ffi.new("struct zo_adam *", hyper),
-        len(master),
-        *(_pointer("float *", tensor) for tensor in (master, exp_avg, exp_avg_sq)),
-        _pointer("void *", exchange),
-        _EXCHANGE_DTYPES[exchange.dtype],
-        _threads(num_threads),
-    )
+    check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
+    check_betas(betas)
+    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if max_exp_avg_sq is not None:
+        states["max_exp_avg_sq"] = max_exp_avg_sq
+    gradient = _gradient(grad_scale, clip_value, maximize)
+    hyper = (gradient, lr, *betas, eps, weight_decay, decoupled, max_exp_avg_sq is not None)
+    _step("adam", hyper, master, states, exchange, step, num_threads)
 
 
-def grad_stats(exchange: torch.Tensor, *, num_threads: int | None = None) -> tuple[float, bool]:
+def sgd_step(
+    master: Tensor,
+    momentum_buffer: Tensor | None,
+    exchange: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    step: int | SegmentSteps,
+    grad_scale: float = 1.0,
+    maximize: bool = False,
+    clip_value: float = math.inf,
+    num_threads: int | None = None,
+) -> None:
+    """One step of :class:`torch.optim.SGD`, in place, in a single pass over memory.
+
+    Args:
+        master: The parameters.
+        momentum_buffer: Step 1 fills it, as torch does where there is none yet. ``None`` with
+            ``momentum=0``.
+        exchange: Gradient, then new parameters.
+        lr: Learning rate.
+        momentum: Factor of the buffer.
+        dampening: One minus the factor of the gradient that enters the buffer.
+        weight_decay: Coefficient of the L2 penalty.
+        nesterov: Nesterov momentum.
+        step: Number of this step.
+        grad_scale: Factor of the gradient.
+        maximize: Ascends instead of descending.
+        clip_value: Bound of the scaled gradient.
+        num_threads: Threads to use.
+    """
+    check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay)
+    if not math.isfinite(dampening):
+        raise ValueError(f"`dampening` must be a finite number, got {dampening}.")
+    if (momentum_buffer is None) != (momentum == 0.0):
+        raise ValueError(
+            f"`momentum_buffer` must be a tensor where `momentum` is not 0, and None where it is,"
+            f" got momentum={momentum} and {type(momentum_buffer).__name__}."
+        )
+    states = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
+    gradient = _gradient(grad_scale, clip_value, maximize)
+    hyper = (gradient, lr, momentum, dampening, weight_decay, nesterov)
+    _step("sgd", hyper, master, states, exchange, step, num_threads)
+
+
+def adagrad_step(
+    master: Tensor,
+    square_sum: Tensor,
+    exchange: Tensor,
+    *,
+    lr: float,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+    step: int | SegmentSteps,
+    grad_scale: float = 1.0,
+    maximize: bool = False,
+    clip_value: float = math.inf,
+    num_threads: int | None = None,
+) -> None:
+    """One step of :class:`torch.optim.Adagrad`, in place, in a single pass over memory.
+
+    Args:
+        master: The parameters.
+        square_sum: Sum of squared gradients: torch's ``sum``.
+        exchange: Gradient, then new parameters.
+        lr: Learning rate.
+        lr_decay: The rate is divided by ``1 + (step - 1) * lr_decay``.
+        weight_decay: Coefficient of the L2 penalty.
+        eps: Added to the denominator.
+        step: Number of this step.
+        grad_scale: Factor of the gradient.
+        maximize: Ascends instead of descending.
+        clip_value: Bound of the scaled gradient.
+        num_threads: Threads to use.
+    """
+    check_numbers(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
+    hyper = (_gradient(grad_scale, clip_value, maximize), lr, lr_decay, eps, weight_decay)
+    _step("adagrad", hyper, master, {"square_sum": square_sum}, exchange, step, num_threads)
+
+
+def lion_step(
+    master: Tensor,
+    exp_avg: Tensor,
+    exchange: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    step: int | SegmentSteps,
+    grad_scale: float = 1.0,
+    maximize: bool = False,
+    clip_value: float = math.inf,
+    num_threads: int | None = None,
+) -> None:
+    """One step of Lion (arXiv 2302.06675, program 1), in place, in a single pass over memory.
+
+    Args:
+        master: The parameters.
+        exp_avg: The momentum.
+        exchange: Gradient, then new parameters.
+        lr: Learning rate: what every element moves by.
+        betas: Decay rates for the direction and for the momentum, each in [0, 1).
+        weight_decay: Its coefficient, decoupled.
+        step: Number of this step; only segments and random numbers depend on it.
+        grad_scale: Factor of the gradient.
+        maximize: Ascends instead of descending.
+        clip_value: Bound of the scaled gradient.
+        num_threads: Threads to use.
+    """
+    check_numbers(lr=lr, weight_decay=weight_decay)
+    check_betas(betas)
+    hyper = (_gradient(grad_scale, clip_value, maximize), lr, *betas, weight_decay)
+    _step("lion", hyper, master, {"exp_avg": exp_avg}, exchange, step, num_threads)
+
+
+def grad_stats(exchange: Tensor, *, num_threads: int | None = None) -> tuple[float, bool]:
     """Sum of squares of a gradient, and whether any of its elements is infinite or NaN.
 
     The sum is made in fp64, in an order that depends neither on the instruction set nor on the
     number of threads.
 
     Args:
-        exchange: One-dimensional contiguous CPU tensor, fp16, bf16 or fp32.
+        exchange: fp16, bf16 or fp32.
         num_threads: Default: :func:`torch.get_num_threads`.
 
     Returns:
@@ -124,90 +283,166 @@ def grad_stats(exchange: torch.Tensor, *, num_threads: int | None = None) -> tup
         ValueError: ``exchange`` has another layout or device, or ``num_threads`` is less than 1.
         MemoryError: No memory for one number per 16384 elements.
     """
-    _check_tensor("exchange", exchange, _EXCHANGE_DTYPES)
+    check_tensor("exchange", exchange, _DTYPES)
     result = _ffi.new("double *")
-    status = _lib.zo_grad_stats(
-        len(exchange),
-        _pointer("void *", exchange),
-        _EXCHANGE_DTYPES[exchange.dtype],
+    status = _lib.zo_grad_stats(len(exchange), *_typed(exchange), _threads(num_threads), result)
+    return _stats("grad_stats", status, result[0])
+
+
+def accumulate(
+    accumulator: Tensor, gradient: Tensor, *, num_threads: int | None = None
+) -> tuple[float, bool]:
+    """``accumulator += gradient``, and the statistics of the sum in the same pass.
+
+    Args:
+        accumulator: fp32.
+        gradient: fp16, bf16 or fp32.
+        num_threads: Default: :func:`torch.get_num_threads`.
+
+    Returns:
+        What :func:`grad_stats` would say of the new ``accumulator``. It costs nothing beside the
+        memory traffic; only the last micro-batch's is of use.
+
+    Raises:
+        TypeError: As :func:`grad_stats`.
+        ValueError: As :func:`grad_stats`, or the tensors differ in length or overlap.
+        MemoryError: As :func:`grad_stats`.
+    """
+    check_tensor("accumulator", accumulator, _FP32)
+    check_tensor("gradient", gradient, _DTYPES)
+    check_together(accumulator=accumulator, gradient=gradient)
+    result = _ffi.new("double *")
+    status = _lib.zo_accumulate(
+        len(accumulator),
+        _pointer("float *", accumulator),
+        *_typed(gradient),
         _threads(num_threads),
         result,
     )
-    if status != _lib.ZO_OK:
-        raise MemoryError("`grad_stats` found no memory for its partial sums.")
-    sum_of_squares: float = result[0]
-    return sum_of_squares, not math.isfinite(sum_of_squares)
+    return _stats("accumulate", status, result[0])
 
 
-def _check_tensor(name: str, tensor: object, dtypes: dict[torch.dtype, Any]) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}.")
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(map(str, dtypes))
-        raise TypeError(f"`{name}` must be of dtype {expected}, got {tensor.dtype}.")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"`{name}` must be on the CPU, got device {tensor.device}.")
-    if tensor.layout is not torch.strided or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"`{name}` must be one-dimensional and contiguous, got shape {tuple(tensor.shape)},"
-            f" layout {tensor.layout}"
-            + (f", stride {tensor.stride()}." if tensor.layout is torch.strided else ".")
-        )
+def cast(source: Tensor, destination: Tensor, *, num_threads: int | None = None) -> None:
+    """``destination.copy_(source)``: fp32 to 16 bit, rounded to nearest even, or back.
+
+    Every NaN becomes the positive quiet one.
+
+    Args:
+        source: fp16, bf16 or fp32.
+        destination: The same, but one of the two is fp32.
+        num_threads: Default: :func:`torch.get_num_threads`.
+
+    Raises:
+        TypeError: An argument is not a tensor or of another dtype.
+        ValueError: A tensor has another layout or device, or they differ in length or overlap.
+    """
+    check_tensor("source", source, _DTYPES)
+    both = source.dtype is torch.float32
+    check_tensor("destination", destination, _DTYPES if both else _FP32)
+    check_together(source=source, destination=destination)
+    _lib.zo_cast(len(source), *_typed(source), *_typed(destination), _threads(num_threads))
 
 
-def _check_buffers(**tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        _check_tensor(name, tensor, _EXCHANGE_DTYPES if name == "exchange" else _STATE_DTYPES)
-    length = len(tensors["master"])
-    for name, tensor in tensors.items():
-        if len(tensor) != length:
-            raise ValueError(
-                f"`{name}` must be as long as `master`: expected {length} elements,"
-                f" got {len(tensor)}."
-            )
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items())
-    for (_, end, name), (start, _, next_name) in pairwise(spans):
-        if start < end:
-            raise ValueError(
-                f"`{name}` and `{next_name}` must not overlap, but they share memory."
-                " Pass buffers of their own."
-            )
+def first_touch(fresh: Tensor, *, num_threads: int | None = None) -> None:
+    """Writes a zero to every page of freshly mapped memory, by the threads that will update it.
+
+    The system then provides the pages at once, near the CPU that uses them, and running out of
+    memory shows here.
+
+    Args:
+        fresh: Zero-filled so far, any dtype.
+        num_threads: Default: :func:`torch.get_num_threads`.
+    """
+    _lib.zo_first_touch(fresh.nbytes, _pointer("void *", fresh), _threads(num_threads))
 
 
-def _check_hyper_parameters(
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    clip_value: float,
+def _step(
+    optimizer: str,
+    hyper: tuple[Any, ...],
+    master: Tensor,
+    states: Mapping[str, Tensor],
+    exchange: Tensor,
+    step: int | SegmentSteps,
+    num_threads: int | None,
 ) -> None:
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"`{name}` must be a finite number, 0 or more, got {value}.")
-    beta1, beta2 = betas
-    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-        raise ValueError(f"`betas` must be 0 or more and less than 1, got ({beta1}, {beta2}).")
+    check_tensor("master", master, _FP32)
+    check_tensor("exchange", exchange, _DTYPES)
+    for name, state in states.items():
+        check_tensor(name, state, _STATE_DTYPES)
+    check_together(master=master, **states, exchange=exchange)
+    dtypes = {state.dtype for state in states.values()} or {torch.float32}
+    if len(dtypes) > 1:
+        raise TypeError(
+            f"{', '.join(f'`{name}`' for name in states)} must have one dtype,"
+            f" got {', '.join(str(state.dtype) for state in states.values())}."
+        )
+    segments, keep_alive = _segments(step, len(master))
+    pointers = [_pointer("void *", state) for state in states.values()]
+    buffers = (
+        len(master),
+        _pointer("float *", master),
+        pointers,
+        *_typed(exchange),
+        _DTYPES[dtypes.pop()],
+    )
+    getattr(_lib, f"zo_{optimizer}_step")(
+        _ffi.new(f"struct zo_{optimizer} *", hyper),
+        _ffi.new("struct zo_buffers *", buffers),
+        _ffi.new("struct zo_segments *", segments),
+        _threads(num_threads),
+    )
+    del keep_alive
+
+
+def _segments(step: int | SegmentSteps, length: int) -> tuple[tuple[Any, ...], list[Any]]:
+    """The C struct's fields, and what owns the memory that they point to."""
+    if not isinstance(step, SegmentSteps):
+        check_positive("step", step)
+        arrays = [_ffi.new("int64_t[]", [value]) for value in (length, step, 0)]
+        return (1, *arrays), arrays
+    seeds = torch.zeros_like(step.steps) if step.seeds is None else step.seeds
+    tensors = {"ends": step.ends, "steps": step.steps, "seeds": seeds}
+    for name, tensor in tensors.items():
+        check_tensor(f"step.{name}", tensor, (torch.int64,))
+        check_length(f"step.{name}", tensor, "step.ends", len(step.ends))
+    if len(step.ends) and (
+        int(step.ends[0]) < 0
+        or int(step.ends[-1]) > length
+        or bool((step.ends[1:] < step.ends[:-1]).any())
+    ):
+        raise ValueError(
+            f"`step.ends` must ascend from 0 or more to {length} or less, the length of `master`."
+        )
+    if bool((step.steps < 0).any()):
+        raise ValueError(f"`step.steps` must be 0 or more, got {int(step.steps.min())}.")
+    pointers = [_pointer("int64_t *", tensor) for tensor in tensors.values()]
+    return (len(step.ends), *pointers), list(tensors.values())
+
+
+def _gradient(scale: float, clip_value: float, maximize: bool) -> tuple[float, float]:
     if not clip_value > 0.0:
         raise ValueError(f"`clip_value` must be more than 0, got {clip_value}.")
-    _check_positive("step", step)
+    return -scale if maximize else scale, clip_value
 
 
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"`{name}` must be 1 or more, got {value}.")
+def _stats(function: str, status: int, sum_of_squares: float) -> tuple[float, bool]:
+    if status != _lib.ZO_OK:
+        raise MemoryError(f"`{function}` found no memory for its partial sums.")
+    return sum_of_squares, not math.isfinite(sum_of_squares)
 
 
 def _threads(num_threads: int | None) -> int:
     if num_threads is None:
         return torch.get_num_threads()
-    _check_positive("num_threads", num_threads)
+    check_positive("num_threads", num_threads)
     return num_threads
 
 
-def _pointer(c_type: str, tensor: torch.Tensor) -> Any:
+def _typed(tensor: Tensor) -> tuple[Any, int]:
+    return _pointer("void *", tensor), _DTYPES[tensor.dtype]
+
+
+def _pointer(c_type: str, tensor: Tensor) -> Any:
     return _ffi.cast(c_type, tensor.data_ptr())
 
 
@@ -225,7 +460,7 @@ def _use_isa(name: str) -> None:
 
 @contextmanager
 def _forced_isa(name: str) -> Iterator[None]:
-    """For tests: switches the instruction set of the whole process."""
+    """For tests and benchmarks: switches the instruction set of the whole process."""
     before = isa()
     _use_isa(name)
     try:

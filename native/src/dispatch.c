@@ -1,7 +1,5 @@
-/* Chooses the instruction set, and cuts a call into tiles for the threads. */
-#include <fenv.h>
+/* Chooses the instruction set. */
 #include <stdatomic.h>
-#include <stdlib.h>
 
 #include "internal.h"
 
@@ -15,6 +13,9 @@ static const struct {
 #ifdef ZO_X86
     {&zo_avx2, zo_cpu_has_avx2},
     {&zo_avx512, zo_cpu_has_avx512},
+#endif
+#ifdef ZO_ARM64
+    {&zo_neon, always}, /* NEON is part of the architecture */
 #endif
 };
 
@@ -50,89 +51,4 @@ enum zo_status zo_isa_use(int isa) {
   return ZO_OK;
 }
 
-static int64_t tiles_of(int64_t n) { return n / ZO_TILE + (n % ZO_TILE != 0); }
-
-/* Waking a thread costs more than it saves on less than two tiles. */
-static int useful_threads(int64_t n, int threads) { return n < 2 * ZO_TILE ? 1 : threads; }
-
-struct adam_call {
-  const struct zo_kernels *kernels;
-  struct zo_adam_constants constants;
-  int64_t n;
-  float *master, *exp_avg, *exp_avg_sq;
-  char *exchange;
-  enum zo_dtype dtype;
-};
-
-static void adam_tiles(void *context, int64_t first, int64_t last) {
-  const struct adam_call *call = context;
-  const int64_t begin = first * ZO_TILE;
-  const int64_t end = last * ZO_TILE < call->n ? last * ZO_TILE : call->n;
-  call->kernels->adam[call->dtype](&call->constants, end - begin, call->master + begin,
-                                   call->exp_avg + begin, call->exp_avg_sq + begin,
-                                   call->exchange + begin * (int64_t)zo_size_of(call->dtype));
-}
-
-/* The user may have switched on flush-to-zero (torch.set_flush_denormal) or another rounding mode
- * in this thread; results must not depend on it. */
-static void enter(fenv_t *users) {
-  fegetenv(users);
-  fesetenv(FE_DFL_ENV);
-}
-
-void zo_adam_step(const struct zo_adam *hyper, int64_t n, float *master, float *exp_avg,
-                  float *exp_avg_sq, void *exchange, enum zo_dtype dtype, int threads) {
-  fenv_t users;
-  enter(&users);
-  struct adam_call call = {
-      .kernels = isas[zo_isa_active()].kernels,
-      .constants = zo_adam_constants(hyper),
-      .n = n,
-      .master = master,
-      .exp_avg = exp_avg,
-      .exp_avg_sq = exp_avg_sq,
-      .exchange = exchange,
-      .dtype = dtype,
-  };
-  zo_parallel(adam_tiles, &call, tiles_of(n), useful_threads(n, threads));
-  fesetenv(&users);
-}
-
-struct stats_call {
-  const struct zo_kernels *kernels;
-  int64_t n;
-  const char *exchange;
-  enum zo_dtype dtype;
-  double *sums; /* one for each tile */
-};
-
-static void stats_tiles(void *context, int64_t first, int64_t last) {
-  const struct stats_call *call = context;
-  for (int64_t tile = first; tile < last; tile++) {
-    const int64_t begin = tile * ZO_TILE;
-    const int64_t length = call->n - begin < ZO_TILE ? call->n - begin : ZO_TILE;
-    const char *bytes = call->exchange + begin * (int64_t)zo_size_of(call->dtype);
-    call->sums[tile] = call->kernels->sum_of_squares[call->dtype](length, bytes);
-  }
-}
-
-enum zo_status zo_grad_stats(int64_t n, const void *exchange, enum zo_dtype dtype, int threads,
-                             double *sum_sq) {
-  const int64_t tiles = tiles_of(n);
-  double *sums = malloc((size_t)(tiles + 1) * sizeof *sums); /* + 1: never of size 0 */
-  if (sums == NULL) {
-    return ZO_NO_MEMORY;
-  }
-  fenv_t users;
-  enter(&users);
-  struct stats_call call = {isas[zo_isa_active()].kernels, n, exchange, dtype, sums};
-  zo_parallel(stats_tiles, &call, tiles, useful_threads(n, threads));
-  double total = 0.0;
-  for (int64_t tile = 0; tile < tiles; tile++) {
-    total += sums[tile];
-  }
-  fesetenv(&users);
-  free(sums);
-  *sum_sq = total;
-  return ZO_OK;
-}
+const struct zo_kernels *zo_kernels_active(void) { return isas[zo_isa_active()].kernels; }

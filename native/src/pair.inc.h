@@ -1,5 +1,4 @@
-/* Exact sums and products as pairs of fp32, and access to the exchange buffer, on any vocabulary.
- */
+/* Exact sums and products as pairs of fp32, on any vocabulary. */
 #pragma once
 
 #include "internal.h"
@@ -25,26 +24,10 @@ VEC_OP pair two_sum(vec x, vec y) {
   return (pair){high, v_add(v_sub(x, x_share), v_sub(y, y_share))};
 }
 
-VEC_OP vec load_exchange(const void *exchange, enum zo_dtype dtype) {
-  switch (dtype) {
-  case ZO_F16:
-    return v_load_f16(exchange);
-  case ZO_BF16:
-    return v_load_bf16(exchange);
-  default:
-    return v_load(exchange);
-  }
-}
-
-VEC_OP void store_exchange(void *exchange, enum zo_dtype dtype, vec x) {
-  switch (dtype) {
-  case ZO_F16:
-    v_store_f16(exchange, x);
-    break;
-  case ZO_BF16:
-    v_store_bf16(exchange, x);
-    break;
-  default:
-    v_store(exchange, x);
-  }
+/* c * x + d * y. Where the terms cancel the low part may be as large as the high one. */
+VEC_OP pair pair_combine(pair c, vec x, pair d, pair y) {
+  const pair a = pair_mul(c, x);
+  const pair b = pair_mul(d, y.high);
+  const pair sum = two_sum(a.high, b.high);
+  return (pair){sum.high, v_add(v_fma(d.high, y.low, v_add(a.low, b.low)), sum.low)};
 }

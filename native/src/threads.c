@@ -122,7 +122,7 @@ __attribute__((destructor)) static void close_pool(void) {
   pthread_mutex_unlock(&pool.turn);
 }
 
-void zo_parallel(zo_work *work, void *context, int64_t tiles, int threads) {
+static void run(zo_work *work, void *context, int64_t tiles, int threads) {
   struct job job = {work, context, tiles, threads};
   if (job.threads > tiles) {
     job.threads = (int)tiles;
@@ -155,4 +155,18 @@ void zo_parallel(zo_work *work, void *context, int64_t tiles, int threads) {
   }
   pthread_mutex_unlock(&pool.lock);
   pthread_mutex_unlock(&pool.turn);
+}
+
+void zo_parallel(zo_work *work, void *context, int64_t tiles, int threads) {
+  fenv_t callers;
+  fegetenv(&callers);
+  fesetenv(FE_DFL_ENV);
+  run(work, context, tiles, threads);
+  fesetenv(&callers);
+}
+
+void zo_parallel_elements(zo_work *work, void *context, int64_t n, int threads) {
+  /* Waking a thread costs more than it saves on less than two tiles. */
+  const int useful = n < 2 * ZO_TILE ? 1 : threads;
+  zo_parallel(work, context, n / ZO_TILE + (n % ZO_TILE != 0), useful);
 }

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_zoffload import kernels
+from lightning_zoffload.kernels import SegmentSteps
 
 HYPER: dict[str, Any] = {
     "lr": 1e-3,
@@ -104,9 +105,16 @@ def test_dtype_and_type_are_checked(name: str) -> None:
         step(**{name: [1.0] * 8})
 
 
-@pytest.mark.parametrize("name", STATE)
-def test_state_must_be_fp32(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"`{name}` .* torch\.float32, got torch\.bfloat16"):
+def test_master_must_be_fp32() -> None:
+    with pytest.raises(TypeError, match=r"`master` .* torch\.float32, got torch\.bfloat16"):
+        step(master=torch.ones(8, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", STATE[1:])
+def test_moments_are_fp32_or_bf16_and_have_one_dtype(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"`{name}` must be of dtype .*, got torch\.float16"):
+        step(**{name: torch.ones(8, dtype=torch.float16)})
+    with pytest.raises(TypeError, match="`exp_avg`, `exp_avg_sq` must have one dtype, got"):
         step(**{name: torch.ones(8, dtype=torch.bfloat16)})
 
 
@@ -136,6 +144,92 @@ def test_device_is_checked(name: str) -> None:
 def test_length_is_checked(name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` .* expected 8 elements, got 7"):
         step(**{name: torch.ones(7)})
+
+
+def test_maximum_is_checked_too() -> None:
+    with pytest.raises(ValueError, match=r"`max_exp_avg_sq` .* expected 8 elements, got 7"):
+        step(max_exp_avg_sq=torch.ones(7))
+
+
+def int64(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("steps", "error", "message"),
+    [
+        (SegmentSteps(int64(4, 9), int64(1, 1)), ValueError, "`step.ends` must ascend .* to 8"),
+        (SegmentSteps(int64(4, 3), int64(1, 1)), ValueError, "`step.ends` must ascend"),
+        (SegmentSteps(int64(-1, 3), int64(1, 1)), ValueError, "`step.ends` must ascend"),
+        (SegmentSteps(int64(4, 8), int64(1, -1)), ValueError, "`step.steps` must be 0 or more"),
+        (SegmentSteps(int64(4, 8), int64(1)), ValueError, "`step.steps` must be as long as"),
+        (SegmentSteps(int64(8), int64(1), int64(1, 2)), ValueError, "`step.seeds` must be as lo"),
+        (SegmentSteps(int64(8), torch.ones(1)), TypeError, "`step.steps` .*int64, got torch.flo"),
+    ],
+)
+def test_segments_are_checked(steps: SegmentSteps, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        step(step=steps)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "value"),
+    [
+        *(("sgd", name, -0.1) for name in ("lr", "momentum", "weight_decay")),
+        ("sgd", "dampening", math.nan),
+        *(("adagrad", name, -0.1) for name in ("lr", "lr_decay", "weight_decay", "eps")),
+        *(("lion", name, math.inf) for name in ("lr", "weight_decay")),
+        ("lion", "betas", (0.9, 1.0)),
+        *((optimizer, "clip_value", -1.0) for optimizer in ("sgd", "adagrad", "lion")),
+        *((optimizer, "step", 0) for optimizer in ("sgd", "adagrad", "lion")),
+    ],
+)
+def test_numbers_of_the_others_are_checked(optimizer: str, name: str, value: Any) -> None:
+    hypers: dict[str, dict[str, Any]] = {
+        "sgd": {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+        "adagrad": {"lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10},
+        "lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
+    }
+    arguments = {"lr": 0.1, "step": 1} | hypers[optimizer] | {name: value}
+    master, state, exchange = torch.ones(3, 8)
+    with pytest.raises(ValueError, match=f"`{name}` must be .*, got"):
+        getattr(kernels, f"{optimizer}_step")(master, state, exchange, **arguments)
+
+
+@pytest.mark.parametrize(("momentum", "buffer"), [(0.9, None), (0.0, torch.ones(8))])
+def test_momentum_and_its_buffer_come_together(momentum: float, buffer: Any) -> None:
+    with pytest.raises(ValueError, match="`momentum_buffer` must be a tensor where"):
+        kernels.sgd_step(
+            torch.ones(8),
+            buffer,
+            torch.ones(8),
+            lr=0.1,
+            momentum=momentum,
+            dampening=0.0,
+            weight_decay=0.0,
+            nesterov=False,
+            step=1,
+        )
+
+
+def test_accumulate_checks_its_arguments() -> None:
+    with pytest.raises(TypeError, match=r"`accumulator` must be of dtype torch.float32, got"):
+        kernels.accumulate(torch.ones(8, dtype=torch.float16), torch.ones(8))
+    with pytest.raises(ValueError, match="`gradient` must be as long as `accumulator`"):
+        kernels.accumulate(torch.ones(8), torch.ones(7))
+    both = torch.ones(8)
+    with pytest.raises(ValueError, match="must not overlap"):
+        kernels.accumulate(both, both)
+
+
+def test_cast_checks_its_arguments() -> None:
+    half = torch.ones(8, dtype=torch.float16)
+    with pytest.raises(TypeError, match=r"`destination` must be of dtype torch.float32, got"):
+        kernels.cast(half, half.clone())
+    with pytest.raises(TypeError, match="`source` must be of dtype"):
+        kernels.cast(torch.ones(8, dtype=torch.float64), half)
+    with pytest.raises(ValueError, match="`destination` must be as long as `source`"):
+        kernels.cast(half, torch.ones(7))
 
 
 def test_overlap_is_refused_and_touching_is_not() -> None:

@@ -1,6 +1,5 @@
 #include "../simd/avx512.h"
 
-#include "../adam.inc.h"
-#include "../stats.inc.h"
+#include "../kernels.inc.h"
 
 const struct zo_kernels zo_avx512 = ZO_KERNELS("avx512");

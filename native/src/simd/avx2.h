@@ -3,6 +3,7 @@
 #pragma once
 
 #include <immintrin.h>
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -13,6 +14,10 @@
 typedef struct {
   __m256 a, b;
 } vec;
+
+typedef struct {
+  __m256i a, b;
+} uvec;
 
 typedef struct {
   __m256d sums[4];
@@ -54,6 +59,47 @@ VEC_OP int v_all_finite(vec x) { /* x - x is 0 or NaN */
   return _mm256_movemask_ps(_mm256_cmp_ps(zero.a, zero.b, _CMP_UNORD_Q)) == 0;
 }
 
+VEC_OP __m256 sign_of(__m256 x) {
+  const __m256 zero = _mm256_setzero_ps(), one = _mm256_set1_ps(1.0f);
+  return _mm256_sub_ps(_mm256_and_ps(one, _mm256_cmp_ps(x, zero, _CMP_GT_OQ)),
+                       _mm256_and_ps(one, _mm256_cmp_ps(x, zero, _CMP_LT_OQ)));
+}
+
+VEC_OP vec v_sign(vec x) { return (vec){sign_of(x.a), sign_of(x.b)}; }
+
+VEC_OP __m256 quiet(__m256 x) {
+  return _mm256_blendv_ps(_mm256_set1_ps(NAN), x, _mm256_cmp_ps(x, x, _CMP_ORD_Q));
+}
+
+VEC_OP vec v_quiet(vec x) { return (vec){quiet(x.a), quiet(x.b)}; }
+
+VEC_OP uvec u_count_from(uint32_t first) {
+  const __m256i count = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return (uvec){_mm256_add_epi32(_mm256_set1_epi32((int)first), count),
+                _mm256_add_epi32(_mm256_set1_epi32((int)(first + 8)), count)};
+}
+
+VEC_OP uvec u_set(uint32_t x) {
+  return (uvec){_mm256_set1_epi32((int)x), _mm256_set1_epi32((int)x)};
+}
+
+VEC_OP uvec u_bits(vec x) { return (uvec){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+VEC_OP uvec u_add(uvec x, uvec y) {
+  return (uvec){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
+VEC_OP uvec u_mul(uvec x, uvec y) {
+  return (uvec){_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
+}
+VEC_OP uvec u_xor(uvec x, uvec y) {
+  return (uvec){_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)};
+}
+VEC_OP uvec u_and(uvec x, uvec y) {
+  return (uvec){_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)};
+}
+VEC_OP uvec u_shift_right(uvec x, int n) {
+  return (uvec){_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)};
+}
+
 VEC_OP __m256 load_f16(const uint16_t *p) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
@@ -76,18 +122,10 @@ VEC_OP __m256 load_bf16(const uint16_t *p) {
 
 VEC_OP vec v_load_bf16(const uint16_t *p) { return (vec){load_bf16(p), load_bf16(p + 8)}; }
 
-VEC_OP void store_bf16(uint16_t *p, __m256 x) {
-  const __m256i bits = _mm256_castps_si256(x);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
-  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
-  _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(rounded),
-                                                  _mm256_extracti128_si256(rounded, 1)));
-}
-
-VEC_OP void v_store_bf16(uint16_t *p, vec x) {
-  store_bf16(p, x.a);
-  store_bf16(p + 8, x.b);
+VEC_OP void u_store_high(uint16_t *p, uvec x) {
+  const __m256i a = _mm256_srli_epi32(x.a, 16), b = _mm256_srli_epi32(x.b, 16);
+  const __m256i packed = _mm256_packus_epi32(a, b); /* within each half of 128 bits */
+  _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(packed, 0xD8));
 }
 
 VEC_OP __m256d low_half(__m256 x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }

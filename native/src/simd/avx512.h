@@ -3,6 +3,7 @@
 #pragma once
 
 #include <immintrin.h>
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -13,6 +14,10 @@
 typedef struct {
   __m512 a, b;
 } vec;
+
+typedef struct {
+  __m512i a, b;
+} uvec;
 
 typedef struct {
   __m512d sums[4];
@@ -54,6 +59,47 @@ VEC_OP int v_all_finite(vec x) { /* x - x is 0 or NaN */
   return _mm512_cmp_ps_mask(zero.a, zero.b, _CMP_UNORD_Q) == 0;
 }
 
+VEC_OP __m512 sign_of(__m512 x) {
+  const __m512 zero = _mm512_setzero_ps(), one = _mm512_set1_ps(1.0f);
+  return _mm512_sub_ps(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, zero, _CMP_GT_OQ), one),
+                       _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, zero, _CMP_LT_OQ), one));
+}
+
+VEC_OP vec v_sign(vec x) { return (vec){sign_of(x.a), sign_of(x.b)}; }
+
+VEC_OP __m512 quiet(__m512 x) {
+  return _mm512_mask_mov_ps(_mm512_set1_ps(NAN), _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x);
+}
+
+VEC_OP vec v_quiet(vec x) { return (vec){quiet(x.a), quiet(x.b)}; }
+
+VEC_OP uvec u_count_from(uint32_t first) {
+  const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return (uvec){_mm512_add_epi32(_mm512_set1_epi32((int)first), count),
+                _mm512_add_epi32(_mm512_set1_epi32((int)(first + 16)), count)};
+}
+
+VEC_OP uvec u_set(uint32_t x) {
+  return (uvec){_mm512_set1_epi32((int)x), _mm512_set1_epi32((int)x)};
+}
+
+VEC_OP uvec u_bits(vec x) { return (uvec){_mm512_castps_si512(x.a), _mm512_castps_si512(x.b)}; }
+VEC_OP uvec u_add(uvec x, uvec y) {
+  return (uvec){_mm512_add_epi32(x.a, y.a), _mm512_add_epi32(x.b, y.b)};
+}
+VEC_OP uvec u_mul(uvec x, uvec y) {
+  return (uvec){_mm512_mullo_epi32(x.a, y.a), _mm512_mullo_epi32(x.b, y.b)};
+}
+VEC_OP uvec u_xor(uvec x, uvec y) {
+  return (uvec){_mm512_xor_si512(x.a, y.a), _mm512_xor_si512(x.b, y.b)};
+}
+VEC_OP uvec u_and(uvec x, uvec y) {
+  return (uvec){_mm512_and_si512(x.a, y.a), _mm512_and_si512(x.b, y.b)};
+}
+VEC_OP uvec u_shift_right(uvec x, int n) {
+  return (uvec){_mm512_srli_epi32(x.a, (unsigned)n), _mm512_srli_epi32(x.b, (unsigned)n)};
+}
+
 VEC_OP __m512 load_f16(const uint16_t *p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
@@ -76,17 +122,9 @@ VEC_OP __m512 load_bf16(const uint16_t *p) {
 
 VEC_OP vec v_load_bf16(const uint16_t *p) { return (vec){load_bf16(p), load_bf16(p + 16)}; }
 
-VEC_OP void store_bf16(uint16_t *p, __m512 x) {
-  const __m512i bits = _mm512_castps_si512(x);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
-  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
-  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(rounded));
-}
-
-VEC_OP void v_store_bf16(uint16_t *p, vec x) {
-  store_bf16(p, x.a);
-  store_bf16(p + 16, x.b);
+VEC_OP void u_store_high(uint16_t *p, uvec x) {
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x.a, 16)));
+  _mm256_storeu_si256((__m256i *)(p + 16), _mm512_cvtepi32_epi16(_mm512_srli_epi32(x.b, 16)));
 }
 
 VEC_OP __m512d low_half(__m512 x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }

@@ -9,6 +9,7 @@
 #define LANES 1
 
 typedef float vec;
+typedef uint32_t uvec;
 typedef double squares;
 
 #define VEC_OP static inline __attribute__((always_inline))
@@ -58,11 +59,27 @@ VEC_OP vec v_zero_unless_equal(vec x, vec a, vec b) { return a == b ? x : 0.0f; 
 
 VEC_OP int v_all_finite(vec x) { return x - x == 0.0f; }
 
+/* 1, -1, or 0 for both zeros and NaN. */
+VEC_OP vec v_sign(vec x) { return (x > 0.0f ? 1.0f : 0.0f) - (x < 0.0f ? 1.0f : 0.0f); }
+
+/* One bit pattern for all NaNs: which operand's payload survives differs between CPUs. */
+VEC_OP vec v_quiet(vec x) { return x == x ? x : NAN; }
+
 VEC_OP uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   return bits;
 }
+
+/* Unsigned integers of 32 bits, mod 2^32. */
+VEC_OP uvec u_set(uint32_t x) { return x; }
+VEC_OP uvec u_count_from(uint32_t first) { return first; } /* first, first + 1, ... */
+VEC_OP uvec u_bits(vec x) { return bits_of(x); }
+VEC_OP uvec u_add(uvec a, uvec b) { return a + b; }
+VEC_OP uvec u_mul(uvec a, uvec b) { return a * b; }
+VEC_OP uvec u_xor(uvec a, uvec b) { return a ^ b; }
+VEC_OP uvec u_and(uvec a, uvec b) { return a & b; }
+VEC_OP uvec u_shift_right(uvec a, int n) { return a >> n; }
 
 VEC_OP float float_of(uint32_t bits) {
   float x;
@@ -96,7 +113,7 @@ VEC_OP vec v_load_f16(const uint16_t *p) {
   return float_of(sign | ((magnitude << 13) + (112u << 23)));
 }
 
-/* To nearest even. A NaN must be the one that zo_adam_element makes: it becomes 0x7E00. */
+/* To nearest even. A NaN must be the one of v_quiet: it becomes 0x7E00. */
 VEC_OP void v_store_f16(uint16_t *p, vec x) {
   const uint32_t sign = bits_of(x) >> 16 & 0x8000;
   const uint32_t magnitude = bits_of(x) & 0x7FFFFFFF;
@@ -114,12 +131,8 @@ VEC_OP void v_store_f16(uint16_t *p, vec x) {
 
 VEC_OP vec v_load_bf16(const uint16_t *p) { return float_of(load_half(p) << 16); }
 
-/* To nearest even, by integers: AVX-512's own instruction flushes subnormal numbers. A NaN must be
- * the one that zo_adam_element makes: it becomes 0x7FC0, as in torch. */
-VEC_OP void v_store_bf16(uint16_t *p, vec x) {
-  const uint32_t bits = bits_of(x);
-  store_half(p, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
+/* The upper halves of the integers. */
+VEC_OP void u_store_high(uint16_t *p, uvec x) { store_half(p, x >> 16); }
 
 /* Running sums of squares in fp64, one for each lane. The squares are exact, so that it does not
  * matter whether multiplication and addition are fused. */
