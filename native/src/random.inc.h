@@ -4,12 +4,11 @@
 
 #include "internal.h"
 
-/* 32 random bits for each counter: two rounds of xor-shift and multiplication with the constants of
- * https://github.com/skeeto/hash-prospector, a key before each. */
+/* 32 random bits for each counter: multiplications spread a bit upwards, xor-shifts downwards (the
+ * constants are those of https://github.com/skeeto/hash-prospector), a key before each round. */
 VEC_OP uvec random_bits(const uint32_t keys[2], uvec counter) {
-  uvec x = u_xor(counter, u_set(keys[0]));
-  x = u_xor(x, u_shift_right(x, 16));
-  x = u_xor(u_mul(x, u_set(0x21F0AAAD)), u_set(keys[1]));
+  uvec x = u_mul(u_xor(counter, u_set(keys[0])), u_set(0x21F0AAAD));
+  x = u_xor(x, u_set(keys[1]));
   x = u_xor(x, u_shift_right(x, 15));
   x = u_mul(x, u_set(0x735A2D97));
   return u_xor(x, u_shift_right(x, 15));

@@ -123,8 +123,14 @@ VEC_OP __m512 load_bf16(const uint16_t *p) {
 VEC_OP vec v_load_bf16(const uint16_t *p) { return (vec){load_bf16(p), load_bf16(p + 16)}; }
 
 VEC_OP void u_store_high(uint16_t *p, uvec x) {
-  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x.a, 16)));
-  _mm256_storeu_si256((__m256i *)(p + 16), _mm512_cvtepi32_epi16(_mm512_srli_epi32(x.b, 16)));
+  /* Halfwords 1, 3, 5, ... of x.a, then of x.b, which are numbered from 32. */
+  const __m512i first = _mm512_set1_epi32(1 << 16 | 1);
+  const __m512i odd = _mm512_add_epi16(
+      first, _mm512_set_epi32(62 << 16 | 60, 58 << 16 | 56, 54 << 16 | 52, 50 << 16 | 48,
+                              46 << 16 | 44, 42 << 16 | 40, 38 << 16 | 36, 34 << 16 | 32,
+                              30 << 16 | 28, 26 << 16 | 24, 22 << 16 | 20, 18 << 16 | 16,
+                              14 << 16 | 12, 10 << 16 | 8, 6 << 16 | 4, 2 << 16 | 0));
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi16(x.a, odd, x.b));
 }
 
 VEC_OP __m512d low_half(__m512 x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
