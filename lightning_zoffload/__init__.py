@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from lightning_zoffload.config import OffloadConfig
 from lightning_zoffload.errors import CheckpointMismatchError, HostMemoryError
+from lightning_zoffload.lion import Lion
 from lightning_zoffload.precision import ZeroOffloadPrecision
 from lightning_zoffload.registration import register
 from lightning_zoffload.strategy import ZeroOffloadStrategy
@@ -13,6 +14,7 @@ from lightning_zoffload.strategy import ZeroOffloadStrategy
 __all__ = [
     "CheckpointMismatchError",
     "HostMemoryError",
+    "Lion",
     "OffloadConfig",
     "ZeroOffloadPrecision",
     "ZeroOffloadStrategy",

@@ -8,16 +8,17 @@ The life of the data in a segment, each form under the name used everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from lightning_zoffload.host_memory import HostBuffer
-from lightning_zoffload.layout import BucketLayout
+from lightning_zoffload.layout import BucketLayout, ParameterSpec
 from lightning_zoffload.transfer import Transfer
 
 
@@ -34,17 +35,20 @@ class Segment:
 
     Attributes:
         name: The parameter's name, for messages.
+        group_index: The param group of the optimizer that it belongs to.
         parameter: The user's parameter; its data is ``device``.
         offset: First element in the bucket.
         end: Just past the last one.
         device: What forward and backward see.
         exchange: The bytes that cross the bus, in the device dtype.
         master: The fp32 parameter, a leaf tensor.
-        moments: The optimizer's fp32 state tensors in the bucket.
+        moments: The optimizer's state tensors in the bucket.
+        step: How many updates the parameter has had: an element of the bucket's ``steps``.
         exchanged: What ``exchange`` holds.
     """
 
     name: str
+    group_index: int
     parameter: Tensor
     offset: int
     end: int
@@ -52,6 +56,7 @@ class Segment:
     exchange: Tensor
     master: Tensor
     moments: tuple[Tensor, ...]
+    step: Tensor
     exchanged: Exchanged = Exchanged.NOTHING_NEW
 
     def bind(self) -> None:
@@ -91,9 +96,16 @@ class Bucket:
         layout: Where each parameter lies.
         parameters: ``(name, parameter)`` of each segment of ``layout``, in its order.
         group_index: The param group of the optimizer that they belong to.
-        moment_count: How many fp32 state tensors per parameter the host update keeps.
+        moment_dtypes: Of the state tensors that the host update keeps here.
         device: Where forward and backward run.
         transfer: How bytes cross the bus.
+        num_threads: Threads of the host update, which then touch the memory first.
+
+    Attributes:
+        exchange, master, moments: All segments' on the host, flat.
+        steps: Each segment's count of updates, fp32 as torch has it.
+        ends: Where each segment ends, ``int64``, the padding behind it included.
+        seeds: Each segment's random seed, of its name only: the same in any bucket and run.
     """
 
     def __init__(
@@ -101,24 +113,39 @@ class Bucket:
         layout: BucketLayout,
         parameters: Sequence[tuple[str, Tensor]],
         group_index: int,
-        moment_count: int,
+        moment_dtypes: Sequence[torch.dtype],
         device: torch.device,
         transfer: Transfer,
+        num_threads: int | None = None,
     ) -> None:
         self.group_index = group_index
         self._transfer = transfer
-        exchange = HostBuffer(layout.numel, layout.dtype)
-        master = HostBuffer(layout.numel, torch.float32)
-        moments = [HostBuffer(layout.numel, torch.float32) for _ in range(moment_count)]
+
+        def host_buffer(dtype: torch.dtype) -> HostBuffer:
+            return HostBuffer(layout.numel, dtype, num_threads=num_threads)
+
+        self._exchange_buffer = exchange = host_buffer(layout.dtype)
+        if device.type == "cuda":
+            exchange.pin()
+        master = host_buffer(torch.float32)
+        moments = [host_buffer(dtype) for dtype in moment_dtypes]
+        steps = HostBuffer(len(layout.segments), torch.float32, num_threads=1)
         self.device = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         self.exchange = exchange.flat
         self.master = master.flat
         self.moments = tuple(buffer.flat for buffer in moments)
+        self.steps = steps.flat
+        starts = [place.offset for place in layout.segments]
+        self.ends = torch.tensor([*starts[1:], layout.numel], dtype=torch.int64)
+        self.seeds = torch.tensor([crc32(name.encode()) for name, _ in parameters])
         self.segments: list[Segment] = []
-        for place, (name, parameter) in zip(layout.segments, parameters, strict=True):
+        for number, (place, (name, parameter)) in enumerate(
+            zip(layout.segments, parameters, strict=True)
+        ):
             spec, offset = place.spec, place.offset
             segment = Segment(
                 name=name,
+                group_index=group_index,
                 parameter=parameter,
                 offset=offset,
                 end=place.end,
@@ -126,6 +153,7 @@ class Bucket:
                 exchange=exchange.segment(offset, spec),
                 master=master.segment(offset, spec),
                 moments=tuple(buffer.segment(offset, spec) for buffer in moments),
+                step=steps.segment(number, ParameterSpec(number, (), (), torch.float32)),
             )
             segment.master.copy_(parameter.detach())
             segment.exchange.copy_(segment.master)
@@ -133,24 +161,29 @@ class Bucket:
             segment.bind()
             self.segments.append(segment)
 
-    def runs_with_gradient(
-        self, key: Callable[[Segment], Hashable] = lambda segment: None
-    ) -> Iterator[tuple[slice, list[Segment]]]:
-        """Contiguous runs of segments that hold a gradient and agree in ``key``.
+    def has_gradient(self) -> Tensor:
+        """Whether each segment holds a gradient to apply: bool, one per segment."""
+        return torch.tensor([s.exchanged is Exchanged.GRADIENT for s in self.segments])
 
-        Yields:
-            The run's elements in the bucket, padding between its segments included, and its
-            segments. A bucket whose parameters all got a gradient is one run.
+    def runs_with_gradient(self) -> Iterator[slice]:
+        """The elements of each contiguous run of segments that hold a gradient.
+
+        Padding between them is included. A bucket whose parameters all got a gradient is one run.
         """
-
-        def run_key(segment: Segment) -> tuple[bool, Hashable]:
-            has_gradient = segment.exchanged is Exchanged.GRADIENT
-            return has_gradient, key(segment) if has_gradient else None
-
-        for (has_gradient, _), members in groupby(self.segments, run_key):
-            if has_gradient:
+        for exchanged, members in groupby(self.segments, lambda segment: segment.exchanged):
+            if exchanged is Exchanged.GRADIENT:
                 run = list(members)
-                yield slice(run[0].offset, run[-1].end), run
+                yield slice(run[0].offset, run[-1].end)
+
+    def clear_padding(self) -> None:
+        """Makes the padding zero again after an update that divides zero by zero there."""
+        for segment, end in zip(self.segments, self.ends.tolist(), strict=True):
+            for flat in (self.exchange, self.master, *self.moments):
+                flat[segment.end : end].zero_()
+
+    def release(self) -> None:
+        """Ends the transfers' hold on the memory; the tensors live on."""
+        self._exchange_buffer.unpin()
 
     def upload(self, elements: slice = slice(None)) -> None:
         """Sends the exchanged parameters among ``elements`` to the device."""
@@ -160,3 +193,9 @@ class Bucket:
         """Casts all masters into the exchange buffer and sends them to the device."""
         self.exchange.copy_(self.master)
         self.upload()
+
+
+def host_bytes(layout: BucketLayout, moment_dtypes: Sequence[torch.dtype]) -> int:
+    """Host memory that a bucket takes, in bytes."""
+    dtypes = (layout.dtype, torch.float32, *moment_dtypes)
+    return layout.numel * sum(dtype.itemsize for dtype in dtypes)

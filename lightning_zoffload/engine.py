@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zoffload import kernels
-from lightning_zoffload.bucket import Bucket, Segment
+from lightning_zoffload.bucket import Bucket, Segment, host_bytes
 from lightning_zoffload.config import OffloadConfig
-from lightning_zoffload.host_update import GradientScaling, HostUpdate, choose_update
-from lightning_zoffload.layout import ParameterSpec, build_buckets, dense_stride
+from lightning_zoffload.host_memory import require_host_memory
+from lightning_zoffload.host_update import GradientScaling, HostUpdate
+from lightning_zoffload.layout import BucketLayout, ParameterSpec, build_buckets, dense_stride
 from lightning_zoffload.loss_scale import LossScale
+from lightning_zoffload.machine import default_host_threads
+from lightning_zoffload.native_update import choose_update
 from lightning_zoffload.state_dict import swapped_data
 from lightning_zoffload.trace import Phase, span
 from lightning_zoffload.transfer import InlineTransfer, Transfer
@@ -50,6 +53,17 @@ class OptimizerShare:
     clipping: Clipping = field(default_factory=Clipping)
     scaling: GradientScaling | None = None
     unscaled: bool = False
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """A bucket to build, and for whom."""
+
+    share: OptimizerShare
+    group_index: int
+    layout: BucketLayout
+    parameters: Sequence[Tensor]
+    moment_dtypes: Sequence[torch.dtype]
 
 
 class OffloadEngine:
@@ -86,17 +100,19 @@ class OffloadEngine:
         self._loss_scale = loss_scale
         self._config = config
         self._transfer = transfer or InlineTransfer()
+        self._host_threads = config.host_threads or default_host_threads(device)
         self._names: dict[Tensor, str] = {
             parameter: name for name, parameter in module.named_parameters()
         }
         self._shares = {
-            optimizer: OptimizerShare(optimizer, choose_update(optimizer, config.host_threads))
+            optimizer: OptimizerShare(
+                optimizer, choose_update(optimizer, config.torch_moment_dtype, self._host_threads)
+            )
             for optimizer in optimizers
         }
         self._validate(optimizers)
         try:
-            for share in self._shares.values():
-                self._take_over(share, lambda parameter: parameter.requires_grad)
+            self._take_over(self._shares.values(), lambda parameter: parameter.requires_grad)
         except BaseException:  # out of memory half-way: the module must stay usable
             self.release()
             raise
@@ -132,7 +148,7 @@ class OffloadEngine:
     def begin_step(self, optimizer: Optimizer) -> None:
         """Moves the gradients to the host and decides what the step does with them."""
         share = self._shares[optimizer]
-        self._take_over(share, lambda parameter: parameter.grad is not None)
+        self._take_over([share], lambda parameter: parameter.grad is not None)
         for segment in share.segments.values():
             segment.receive_gradient(self._transfer)
         share.scaling = self._settle(share)
@@ -146,7 +162,7 @@ class OffloadEngine:
         if share.scaling is not None:
             share.update.apply(share.buckets, share.scaling)
             for bucket in share.buckets:
-                for elements, _ in bucket.runs_with_gradient():
+                for elements in bucket.runs_with_gradient():
                     bucket.upload(elements)
         self._end_step(share)
 
@@ -197,6 +213,8 @@ class OffloadEngine:
         """Gives the parameters back as fp32 tensors on the CPU. The engine is empty then."""
         for share in self._shares.values():
             share.update.withdraw()
+            for bucket in share.buckets:
+                bucket.release()
         for parameter, master in self.masters.items():
             parameter.grad = None
             parameter.data = master
@@ -212,7 +230,7 @@ class OffloadEngine:
         runs = [
             bucket.exchange[elements]
             for bucket in share.buckets
-            for elements, _ in bucket.runs_with_gradient()
+            for elements in bucket.runs_with_gradient()
         ]
         if not runs:
             return None
@@ -228,12 +246,23 @@ class OffloadEngine:
 
     def _norm(self, runs: Sequence[Tensor]) -> tuple[float, bool]:
         with span(Phase.STATISTICS):
-            stats = [kernels.grad_stats(run, num_threads=self._config.host_threads) for run in runs]
+            stats = [kernels.grad_stats(run, num_threads=self._host_threads) for run in runs]
         total = math.fsum(square_sum for square_sum, _ in stats) if stats else 0.0
         return math.sqrt(total), any(nonfinite for _, nonfinite in stats)
 
-    def _take_over(self, share: OptimizerShare, wanted: Callable[[Tensor], bool]) -> None:
-        """Builds buckets for the wanted parameters of a share's optimizer that have none yet."""
+    def _take_over(
+        self, shares: Iterable[OptimizerShare], wanted: Callable[[Tensor], bool]
+    ) -> None:
+        """Builds buckets for the wanted parameters of the shares that have none yet."""
+        plans = [plan for share in shares for plan in self._plan(share, wanted)]
+        if plans:
+            require_host_memory(sum(self._bytes_needed(plan) for plan in plans), "zero_offload")
+        for plan in plans:
+            self._build(plan)
+
+    def _plan(
+        self, share: OptimizerShare, wanted: Callable[[Tensor], bool]
+    ) -> Iterator[BucketPlan]:
         for group_index, group in enumerate(share.optimizer.param_groups):
             newcomers = [p for p in group["params"] if p not in share.segments and wanted(p)]
             for parameter in newcomers:
@@ -244,18 +273,31 @@ class OffloadEngine:
             ]
             for layout in build_buckets(specs, self._config.bucket_size):
                 members = [newcomers[place.spec.index] for place in layout.segments]
-                bucket = Bucket(
-                    layout,
-                    [(self._name(p), p) for p in members],
-                    group_index,
-                    share.update.moment_count,
-                    self._device,
-                    self._transfer,
-                )
-                share.buckets.append(bucket)
-                for segment in bucket.segments:
-                    share.segments[segment.parameter] = segment
-                    self._adopt_existing_state(share, segment)
+                moment_dtypes = share.update.moment_dtypes(group)
+                yield BucketPlan(share, group_index, layout, members, moment_dtypes)
+
+    def _bytes_needed(self, plan: BucketPlan) -> int:
+        """Host memory that the bucket takes beyond what its parameters, on the host, give up."""
+        on_host = self._device.type == "cpu"
+        device_bytes = plan.layout.numel * plan.layout.dtype.itemsize if on_host else 0
+        given_up = sum(p.nbytes for p in plan.parameters if p.device.type == "cpu")
+        return host_bytes(plan.layout, plan.moment_dtypes) + device_bytes - given_up
+
+    def _build(self, plan: BucketPlan) -> None:
+        share = plan.share
+        bucket = Bucket(
+            plan.layout,
+            [(self._name(p), p) for p in plan.parameters],
+            plan.group_index,
+            plan.moment_dtypes,
+            self._device,
+            self._transfer,
+            self._host_threads,
+        )
+        share.buckets.append(bucket)
+        for segment in bucket.segments:
+            share.segments[segment.parameter] = segment
+            self._adopt_existing_state(share, segment)
 
     def _adopt_existing_state(self, share: OptimizerShare, segment: Segment) -> None:
         if segment.parameter in share.optimizer.state:

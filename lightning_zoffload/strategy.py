@@ -32,7 +32,9 @@ class ZeroOffloadStrategy(SingleDeviceStrategy):
 
     Args:
         bucket_size: Parameters per bucket, the unit of transfer and update.
-        host_threads: Threads of the host update; default ``torch.get_num_threads()``.
+        host_threads: Threads of the host update; default: the CPUs that this process may use, less
+            one where the device is an accelerator.
+        moment_dtype: Of the optimizer's moments: ``"float32"`` or ``"bfloat16"``.
         delayed_update: One-step delayed parameter update (paper, section 5.2). Not available yet.
         delayed_update_warmup: Synchronous steps before the delay sets in.
         accelerator: As for any Lightning strategy.
@@ -53,6 +55,7 @@ class ZeroOffloadStrategy(SingleDeviceStrategy):
         *,
         bucket_size: int = OffloadConfig.bucket_size,
         host_threads: int | None = OffloadConfig.host_threads,
+        moment_dtype: str = OffloadConfig.moment_dtype,
         delayed_update: bool = OffloadConfig.delayed_update,
         delayed_update_warmup: int = OffloadConfig.delayed_update_warmup,
         accelerator: Accelerator | None = None,
@@ -63,6 +66,7 @@ class ZeroOffloadStrategy(SingleDeviceStrategy):
         self.config = OffloadConfig(
             bucket_size=bucket_size,
             host_threads=host_threads,
+            moment_dtype=moment_dtype,
             delayed_update=delayed_update,
             delayed_update_warmup=delayed_update_warmup,
         )

@@ -11,6 +11,7 @@ from support import assert_relative
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zoffload import Lion
 from lightning_zoffload.config import OffloadConfig
 from lightning_zoffload.engine import OffloadEngine
 from lightning_zoffload.loss_scale import ConstantLossScale
@@ -25,6 +26,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "amsgrad": lambda ps: torch.optim.AdamW(ps, lr=1e-2, amsgrad=True),
     "maximize": lambda ps: torch.optim.Adam(ps, lr=1e-2, maximize=True),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd_plain": lambda ps: torch.optim.SGD(ps, lr=1e-2, weight_decay=0.1),
+    "lion": lambda ps: Lion(ps, lr=1e-2, weight_decay=0.1),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
     "adamax": lambda ps: torch.optim.Adamax(ps, lr=1e-2),
     "nadam": lambda ps: torch.optim.NAdam(ps, lr=1e-2),
@@ -36,7 +39,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def offload(module: nn.Module, optimizer: Optimizer) -> OffloadedStep:
+def offload(
+    module: nn.Module, optimizer: Optimizer, config: OffloadConfig | None = None
+) -> OffloadedStep:
     """Puts the module's masters and the optimizer on the host, without Lightning."""
     engine = OffloadEngine(
         module,
@@ -44,18 +49,20 @@ def offload(module: nn.Module, optimizer: Optimizer) -> OffloadedStep:
         device=torch.device("cpu"),
         device_dtype=lambda p: p.dtype,
         loss_scale=ConstantLossScale(),
-        config=OffloadConfig(),
+        config=config or OffloadConfig(),
     )
     return OffloadedStep(optimizer, engine)
 
 
-def pair(make: Callable[[Any], Optimizer]) -> tuple[list[Any], list[Any]]:
-    """(module, optimizer) plain, and the same offloaded."""
+def pair(
+    make: Callable[[Any], Optimizer], config: OffloadConfig | None = None
+) -> tuple[list[Any], list[Any]]:
+    """[module, optimizer] plain, and the same offloaded."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     ours = copy.deepcopy(plain)
     plain_optimizer, our_optimizer = make(plain.parameters()), make(ours.parameters())
-    offload(ours, our_optimizer)
+    offload(ours, our_optimizer, config)
     return [plain, plain_optimizer], [ours, our_optimizer]
 
 

@@ -17,6 +17,7 @@ def test_exported_names() -> None:
     assert sorted(lightning_zoffload.__all__) == [
         "CheckpointMismatchError",
         "HostMemoryError",
+        "Lion",
         "OffloadConfig",
         "ZeroOffloadPrecision",
         "ZeroOffloadStrategy",
@@ -25,7 +26,13 @@ def test_exported_names() -> None:
 
 def test_options() -> None:
     options = [field.name for field in dataclasses.fields(OffloadConfig)]
-    assert options == ["bucket_size", "host_threads", "delayed_update", "delayed_update_warmup"]
+    assert options == [
+        "bucket_size",
+        "host_threads",
+        "moment_dtype",
+        "delayed_update",
+        "delayed_update_warmup",
+    ]
     assert len(options) <= 12
     assert parameters(ZeroOffloadStrategy.__init__) == [
         *options,
@@ -50,8 +57,15 @@ def test_kernels() -> None:
         "step",
         "grad_scale",
         "decoupled",
+        "max_exp_avg_sq",
+        "maximize",
         "clip_value",
         "num_threads",
     ]
+    assert parameters(kernels.sgd_step)[:3] == ["master", "momentum_buffer", "exchange"]
+    assert parameters(kernels.adagrad_step)[:3] == ["master", "square_sum", "exchange"]
+    assert parameters(kernels.lion_step)[:3] == ["master", "exp_avg", "exchange"]
+    assert parameters(kernels.accumulate) == ["accumulator", "gradient", "num_threads"]
+    assert parameters(kernels.cast) == ["source", "destination", "num_threads"]
     assert parameters(kernels.grad_stats) == ["exchange", "num_threads"]
     assert parameters(kernels.available_isas) == parameters(kernels.isa) == []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from lightning_zoffload import OffloadConfig
 
@@ -20,12 +21,18 @@ def test_is_immutable() -> None:
         ("bucket_size", True),
         ("host_threads", 0),
         ("host_threads", "2"),
+        ("moment_dtype", "float16"),
         ("delayed_update_warmup", -1),
     ],
 )
 def test_refuses_values_out_of_range_by_name(option: str, value: object) -> None:
     with pytest.raises(ValueError, match=option):
         OffloadConfig(**{option: value})  # type: ignore[arg-type]
+
+
+def test_moment_dtype_by_name() -> None:
+    assert OffloadConfig().torch_moment_dtype is torch.float32
+    assert OffloadConfig(moment_dtype="bfloat16").torch_moment_dtype is torch.bfloat16
 
 
 def test_delayed_update_is_refused_with_the_way_out() -> None:

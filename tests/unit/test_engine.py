@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     loss_scale: LossScale | None = None,
     bucket_size: int = 2**20,
+    config: OffloadConfig | None = None,
 ) -> OffloadEngine:
     engine = OffloadEngine(
         module,
@@ -34,7 +36,7 @@ def make_engine(
         device=CPU,
         device_dtype=lambda p: dtype,
         loss_scale=loss_scale or ConstantLossScale(),
-        config=OffloadConfig(bucket_size=bucket_size),
+        config=config or OffloadConfig(bucket_size=bucket_size),
     )
     for optimizer in optimizers:
         OffloadedStep(optimizer, engine)
@@ -71,6 +73,23 @@ def test_clips_by_norm_as_torch(
         torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
         plain_optimizer.step()
         engine.clip_next_step(our_optimizer, Clipping(max_norm=max_norm))
+        our_optimizer.step()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert_relative(b.detach(), a.detach(), 1e-6)
+
+
+def test_a_zero_eps_leaves_no_nan_behind_in_the_padding() -> None:
+    """Adam divides zero by zero there; the norm of the next gradients must not see it."""
+    plain, ours = net(), net()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), eps=0.0)
+    our_optimizer = torch.optim.AdamW(ours.parameters(), eps=0.0)
+    engine = make_engine(ours, our_optimizer)
+    for _ in range(3):
+        set_gradients(plain)
+        set_gradients(ours)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        plain_optimizer.step()
+        engine.clip_next_step(our_optimizer, Clipping(max_norm=0.5))
         our_optimizer.step()
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         assert_relative(b.detach(), a.detach(), 1e-6)
@@ -238,17 +257,36 @@ def test_a_parameter_in_two_optimizers_is_refused_by_name_and_nothing_is_touched
     assert {p: p.data_ptr() for p in module.parameters()} == before
 
 
+@pytest.mark.parametrize(("moment_dtype", "per_parameter"), [("float32", 14), ("bfloat16", 10)])
+def test_too_little_memory_is_told_before_anything_is_taken(
+    monkeypatch: pytest.MonkeyPatch, moment_dtype: str, per_parameter: int
+) -> None:
+    """Masters, moments and exchange, and the device's copy, which is on the host here too."""
+    module = nn.Linear(1024, 64, bias=False)
+    numel = 1024 * 64
+    needed = numel * (per_parameter + 2 - 4)  # the fp32 parameters are given up
+    optimizer = torch.optim.AdamW(module.parameters())
+    before = module.weight.data_ptr()
+    config = OffloadConfig(moment_dtype=moment_dtype)
+    monkeypatch.setattr("lightning_zoffload.host_memory.available_memory", lambda: needed - 1)
+    with pytest.raises(HostMemoryError, match=f"needs {needed:,} bytes"):
+        make_engine(module, optimizer, dtype=torch.bfloat16, config=config)
+    assert module.weight.data_ptr() == before
+    monkeypatch.setattr("lightning_zoffload.host_memory.available_memory", lambda: needed)
+    make_engine(module, optimizer, dtype=torch.bfloat16, config=config)
+
+
 def test_memory_refused_half_way_leaves_the_module_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     module = net()
     before = {p: p.detach().clone() for p in module.parameters()}
     built = []
 
     class ScarceBuffer(HostBuffer):
-        def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        def __init__(self, numel: int, dtype: torch.dtype, **options: Any) -> None:
             built.append(numel)
-            if len(built) > 6:
+            if len(built) > 8:
                 raise HostMemoryError("scarce")
-            super().__init__(numel, dtype)
+            super().__init__(numel, dtype, **options)
 
     monkeypatch.setattr("lightning_zoffload.bucket.HostBuffer", ScarceBuffer)
     with pytest.raises(HostMemoryError):

@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from lightning_zoffload import HostMemoryError
-from lightning_zoffload.host_memory import HostBuffer
+from lightning_zoffload import HostMemoryError, host_memory
+from lightning_zoffload.host_memory import HostBuffer, require_host_memory
 from lightning_zoffload.layout import ParameterSpec
 
 
@@ -38,11 +38,13 @@ def test_saving_a_segment_writes_the_segment_alone() -> None:
     assert file.tell() < 10_000
 
 
-def test_memory_lives_as_long_as_a_tensor_on_it_and_no_longer() -> None:
-    def resident() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident() -> int:
+    """Bytes of this process's memory that are in use; needs Linux."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+
+def test_memory_lives_as_long_as_a_tensor_on_it_and_no_longer() -> None:
     size = 64 * 2**20
     segment = HostBuffer(size // 4, torch.float32).segment(0, spec(size // 4))
     segment.fill_(1.0)
@@ -57,3 +59,83 @@ def test_refused_memory_is_a_memory_error_with_the_size() -> None:
         HostBuffer(2**60, torch.float32)
     assert isinstance(caught.value, MemoryError)
     assert f"{2**62:,}" in str(caught.value)
+
+
+def test_large_buffers_start_on_a_huge_page() -> None:
+    for numel in (2**19, 2**19 + 1, 3 * 2**20):
+        assert HostBuffer(numel, torch.float32).flat.data_ptr() % 2**21 == 0
+
+
+def test_memory_is_there_at_once() -> None:
+    """Touched when made: running out of memory shows before training, not in it."""
+    before = resident()
+    buffer = HostBuffer(16 * 2**20, torch.float32, num_threads=2)
+    assert resident() - before > 0.9 * 64 * 2**20
+    del buffer
+
+
+class FakeCuda:
+    """Takes note of what is pinned."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.pinned: dict[int, int] = {}
+        self.error = error
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pinned[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(host_memory, "_cudart", lambda: fake)
+    return fake
+
+
+@pytest.mark.parametrize("numel", [3, 5_000_003])
+def test_pins_exactly_its_bytes_once(cuda: FakeCuda, numel: int) -> None:
+    buffer = HostBuffer(numel, torch.bfloat16)
+    for _ in range(2):
+        buffer.pin()
+        assert cuda.pinned == {buffer.flat.data_ptr(): 2 * numel}
+    for _ in range(2):
+        buffer.unpin()
+        assert cuda.pinned == {}
+
+
+def test_pinned_memory_is_unpinned_before_it_goes(cuda: FakeCuda) -> None:
+    buffer = HostBuffer(100, torch.float32)
+    buffer.pin()
+    segment = buffer.segment(10, spec(5))
+    del buffer
+    assert len(cuda.pinned) == 1
+    del segment
+    assert cuda.pinned == {}
+
+
+def test_nothing_to_pin_in_an_empty_buffer(cuda: FakeCuda) -> None:
+    HostBuffer(0, torch.float32).pin()
+    assert cuda.pinned == {}
+
+
+def test_refused_pinning_says_how_much(cuda: FakeCuda) -> None:
+    cuda.error = 2
+    buffer = HostBuffer(1000, torch.float32)
+    with pytest.raises(HostMemoryError, match=r"could not pin 4,000 bytes .*\(2\).*ulimit -l"):
+        buffer.pin()
+    cuda.pinned.clear()  # it was not
+
+
+def test_what_cannot_fit_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 3 * 2**30)
+    require_host_memory(3 * 2**30, "this")
+    with pytest.raises(
+        MemoryError,
+        match=r"^this needs 3,221,225,473 bytes \(3\.0 GiB\).* 3,221,225,472 bytes \(3\.0 GiB\)",
+    ):
+        require_host_memory(3 * 2**30 + 1, "this")
