@@ -8,6 +8,7 @@ system at once when the last tensor on them dies.
 from __future__ import annotations
 
 import mmap
+import os
 from contextlib import suppress
 from typing import Any
 
@@ -94,6 +95,7 @@ class _Pages(mmap.mmap):
     """A mapping that is unpinned before it goes. All tensors on it hold it."""
 
     _pinned: int | None = None
+    _pinned_by = 0  # process
 
     def pin(self, address: int, nbytes: int) -> None:
         if self._pinned is not None:
@@ -104,12 +106,13 @@ class _Pages(mmap.mmap):
                 f"CUDA could not pin {nbytes:,} bytes of host memory ({error})."
                 " Raise the limit on locked memory (`ulimit -l`), or train fewer parameters."
             )
-        self._pinned = address
+        self._pinned, self._pinned_by = address, os.getpid()
 
     def unpin(self) -> None:
-        if self._pinned is not None:
-            _cudart().cudaHostUnregister(self._pinned)
-            self._pinned = None
+        address, self._pinned = self._pinned, None
+        # Forked workers have the pages, but neither the registration nor a usable CUDA.
+        if address is not None and self._pinned_by == os.getpid():
+            _cudart().cudaHostUnregister(address)
 
     def __del__(self) -> None:
         self.unpin()

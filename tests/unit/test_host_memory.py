@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 
 import pytest
 import torch
@@ -54,6 +55,14 @@ def test_memory_lives_as_long_as_a_tensor_on_it_and_no_longer() -> None:
     assert before - resident() > 0.9 * size
 
 
+def test_tensors_have_storages_of_exactly_their_size() -> None:
+    buffer = HostBuffer(2**20, torch.float32)
+    assert buffer.flat.untyped_storage().nbytes() == 2**22
+    for segment in (buffer.segment(64, spec(2, 3)), buffer.segment(0, spec(3, 4, stride=(1, 3)))):
+        assert segment.untyped_storage().nbytes() == 4 * segment.numel()
+        assert segment.storage_offset() == 0
+
+
 def test_refused_memory_is_a_memory_error_with_the_size() -> None:
     with pytest.raises(HostMemoryError, match="bytes of host memory") as caught:
         HostBuffer(2**60, torch.float32)
@@ -74,6 +83,27 @@ def test_memory_is_there_at_once() -> None:
     del buffer
 
 
+@pytest.mark.parametrize("threads", [None, 3])
+def test_is_touched_first_by_the_threads_asked_for(
+    monkeypatch: pytest.MonkeyPatch, threads: int | None
+) -> None:
+    calls = []
+
+    def first_touch(fresh: torch.Tensor, *, num_threads: int | None = None) -> None:
+        calls.append((fresh.data_ptr(), fresh.shape, num_threads))
+
+    monkeypatch.setattr(host_memory.kernels, "first_touch", first_touch)
+    buffer = HostBuffer(1000, torch.bfloat16, num_threads=threads)
+    assert calls == [(buffer.flat.data_ptr(), (1000,), threads)]
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory there; needs Linux."""
+    with open("/proc/self/maps") as file:
+        ranges = [line.split()[0].split("-") for line in file]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
 class FakeCuda:
     """Takes note of what is pinned."""
 
@@ -86,6 +116,7 @@ class FakeCuda:
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert is_mapped(address)
         del self.pinned[address]
         return 0
 
@@ -118,9 +149,32 @@ def test_pinned_memory_is_unpinned_before_it_goes(cuda: FakeCuda) -> None:
     assert cuda.pinned == {}
 
 
-def test_nothing_to_pin_in_an_empty_buffer(cuda: FakeCuda) -> None:
-    HostBuffer(0, torch.float32).pin()
+def test_a_forked_worker_reads_pinned_memory_and_leaves_it_pinned(cuda: FakeCuda) -> None:
+    """There torch refuses to give out the CUDA runtime."""
+    buffer = HostBuffer(100, torch.float32)
+    buffer.flat[99] = 7.0
+    buffer.pin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about forking a process that has threads
+        child = os.fork()
+    if child == 0:
+        failed = True
+        try:
+            read = buffer.flat[99].item()
+            del buffer
+            failed = read != 7.0 or len(cuda.pinned) != 1
+        finally:
+            os._exit(failed)
+    assert os.waitpid(child, 0)[1] == 0
+    buffer.unpin()
     assert cuda.pinned == {}
+
+
+def test_nothing_to_pin_in_an_empty_buffer(cuda: FakeCuda) -> None:
+    buffer = HostBuffer(0, torch.float32)
+    buffer.pin()
+    assert cuda.pinned == {}
+    buffer.unpin()
 
 
 def test_refused_pinning_says_how_much(cuda: FakeCuda) -> None:
@@ -139,3 +193,11 @@ def test_what_cannot_fit_is_refused_with_both_figures(monkeypatch: pytest.Monkey
         match=r"^this needs 3,221,225,473 bytes \(3\.0 GiB\).* 3,221,225,472 bytes \(3\.0 GiB\)",
     ):
         require_host_memory(3 * 2**30 + 1, "this")
+
+
+def test_what_cannot_fit_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 0)
+    with pytest.raises(HostMemoryError, match="container limits counted") as caught:
+        require_host_memory(1, "this")
+    for advice in ("fewer parameters", "`moment_dtype='bfloat16'`", "more memory"):
+        assert advice in str(caught.value)

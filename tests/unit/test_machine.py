@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -41,9 +42,28 @@ def test_without_limits_the_affinity_mask_counts(tree: Path) -> None:
     assert machine.usable_cpus() == 8
 
 
+@pytest.mark.parametrize(("count", "expected"), [(6, 6), (None, 1)])
+def test_without_affinity_the_machines_cpus_count(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, count: int | None, expected: int
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    assert machine.usable_cpus() == expected
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("3", 3), ("2,4", 2), ("16", 8), ("0", 8), ("-1", 8), ("many", 8), ("", 8)],
+    [
+        ("3", 3),
+        ("2,4", 2),
+        (" 2 , 4", 2),
+        ("x,4", 8),
+        ("16", 8),
+        ("0", 8),
+        ("-1", 8),
+        ("many", 8),
+        ("", 8),
+    ],
 )
 def test_omp_num_threads_is_a_limit(tree: Path, value: str, expected: int) -> None:
     os.environ["OMP_NUM_THREADS"] = value
@@ -83,6 +103,23 @@ def test_quota_of_version_1(tree: Path, quota: str, expected: int) -> None:
         },
     )
     assert machine.usable_cpus() == expected
+
+
+def test_version_1_has_outer_groups_and_containers_too(tree: Path) -> None:
+    write(
+        tree,
+        {
+            **meminfo(64 * GIB),
+            "proc/self/cgroup": "5:memory:/docker/1\n4:cpu,cpuacct:/kube/pod/1\n",
+            "sys/fs/cgroup/cpu/kube/pod/1/cpu.cfs_quota_us": "-1",
+            "sys/fs/cgroup/cpu/kube/cpu.cfs_quota_us": "150000",
+            "sys/fs/cgroup/cpu/kube/cpu.cfs_period_us": "50000",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2 * GIB),
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": str(GIB),
+        },
+    )
+    assert machine.usable_cpus() == 3
+    assert machine.available_memory() == GIB
 
 
 def test_a_containers_group_is_at_the_top_of_its_mount(tree: Path) -> None:
@@ -161,6 +198,13 @@ def test_nothing_is_left_where_a_group_is_over_its_limit(tree: Path) -> None:
 def test_without_proc_the_physical_memory_counts(tree: Path) -> None:
     expected = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert machine.available_memory() == expected
+
+
+def test_where_nothing_is_known_nothing_is_refused(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "sysconf")
+    assert machine.available_memory() == sys.maxsize
 
 
 def test_of_this_machine() -> None:
