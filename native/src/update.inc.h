@@ -124,10 +124,13 @@ VEC_OP lanes repair(struct variant of, const struct zo_constants *k, struct plac
   return new;
 }
 
-VEC_OP void update_block(struct variant of, const struct zo_constants *k, struct place at,
-                         const uint32_t keys[2], uint32_t number) {
+/* `own` is a copy of the constants that nothing else can reach: the compiler need not read it again
+ * after each store. */
+VEC_OP void update_block(struct variant of, const struct zo_constants *k,
+                         const struct zo_constants *own, struct place at, const uint32_t keys[2],
+                         uint32_t number) {
   const vec raw = load_as(of.exchange, at.exchange);
-  lanes new = lanes_of(of, raw, load_lanes(of, at), k);
+  lanes new = lanes_of(of, raw, load_lanes(of, at), own);
   if (__builtin_expect(!v_all_finite(new.check), 0)) {
     new = repair(of, k, at, new);
   }
@@ -151,7 +154,7 @@ VEC_OP void update_tail(struct variant of, const struct zo_constants *k, struct 
   }
   const struct place copies = {
       master, {(char *)state[0], (char *)state[1], (char *)state[2]}, (char *)exchange};
-  update_block(of, k, copies, keys, number);
+  update_block(of, k, k, copies, keys, number);
   copy_rest(at.master, master, n, sizeof(float));
   copy_rest(at.exchange, exchange, n, zo_size_of(of.exchange));
   for (int j = 0; j < states; j++) {
@@ -172,9 +175,10 @@ VEC_OP struct place place_at(struct variant of, const struct zo_slice *slice, in
 
 VEC_OP void update_slice(struct variant of, const struct zo_constants *k,
                          const struct zo_slice *slice) {
+  const struct zo_constants own = *k;
   int64_t i = 0;
   for (; i + LANES <= slice->n; i += LANES) {
-    update_block(of, k, place_at(of, slice, i), slice->keys, slice->first + (uint32_t)i);
+    update_block(of, k, &own, place_at(of, slice, i), slice->keys, slice->first + (uint32_t)i);
   }
   if (i < slice->n) {
     update_tail(of, k, place_at(of, slice, i), slice->n - i, slice->keys,
