@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 HYPER = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
@@ -24,12 +25,17 @@ class DeepSpeedSide:
     """The asking side. Closing it frees the other side's memory."""
 
     def __init__(self, python: str, numel: int, threads: int) -> None:
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": str(threads),
+            "THP_MEM_ALLOC_ENABLE": "1",  # torch's switch for huge pages, which all others have
+            "PATH": os.pathsep.join([str(Path(python).absolute().parent), os.environ["PATH"]]),
+        }
         self._process = subprocess.Popen(
             [python, __file__, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             text=True,
             env=environment,
         )

@@ -104,7 +104,7 @@ def contestants(buffers: Buffers, side: DeepSpeedSide | None) -> list[Contestant
         ),
         torch_step("torch fused AdamW", buffers, gradient, TORCH_BYTES, fused=True),
         torch_step("torch fused AdamW, new gradients", buffers, None, TORCH_BYTES, fused=True),
-        torch_step("torch foreach AdamW", buffers, gradient, TORCH_BYTES + 56, foreach=True),
+        torch_step("torch foreach AdamW", buffers, gradient, TORCH_BYTES + 52, foreach=True),
     ]
     if side is not None:
         passes = ("unscale", "adam", "cast")
