@@ -11,7 +11,14 @@ import pytest
 
 import lightning_zoffload
 
-DOCUMENTS = ["README.md", "docs/design.md", "CHANGELOG.md", "examples/README.md"]
+DOCUMENTS = [
+    "README.md",
+    "CHANGELOG.md",
+    "docs/design.md",
+    "docs/performance.md",
+    "examples/README.md",
+    "benchmarks/README.md",
+]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
