@@ -92,16 +92,22 @@ def all_of_ours(buffers: Buffers) -> Iterator[Contestant]:
         yield ours(contestant, buffers, buffers.exchange, fp32, isa=isa, step=table)
 
 
-def torch_adamw(name: str, buffers: Buffers, gradient: Tensor, **options: Any) -> Contestant:
-    """Torch's own, on our masters and moments; fp32 gradients."""
+def adamw_on(buffers: Buffers, **options: Any) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    """Torch's AdamW with our masters as its parameter and our moments as its state."""
     parameter = torch.nn.Parameter(buffers.master)
-    parameter.grad = gradient
     optimizer = torch.optim.AdamW([parameter], **HYPER, **options)
     optimizer.state[parameter] = {
         "step": torch.tensor(10.0),
         "exp_avg": buffers.exp_avg,
         "exp_avg_sq": buffers.exp_avg_sq,
     }
+    return parameter, optimizer
+
+
+def torch_adamw(name: str, buffers: Buffers, gradient: Tensor, **options: Any) -> Contestant:
+    """Torch's own, on our masters and moments; fp32 gradients."""
+    parameter, optimizer = adamw_on(buffers, **options)
+    parameter.grad = gradient
 
     def prepare() -> None:
         buffers.reset()

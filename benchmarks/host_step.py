@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adam import HYPER
+from adam import HYPER, adamw_on
 from buffers import Buffers
 from deepspeed_side import DeepSpeedSide
 from measure import Contestant, Rows, describe_machine, markdown, parse_size, race, save, timed
@@ -67,13 +67,7 @@ def torch_step(
     The fp32 gradient is in memory that is kept, ``gradient``; without it a new one is made at each
     step, as after torch's own ``zero_grad()``.
     """
-    parameter = torch.nn.Parameter(buffers.master)
-    optimizer = torch.optim.AdamW([parameter], **HYPER, **options)
-    optimizer.state[parameter] = {
-        "step": torch.tensor(10.0),
-        "exp_avg": buffers.exp_avg,
-        "exp_avg_sq": buffers.exp_avg_sq,
-    }
+    parameter, optimizer = adamw_on(buffers, **options)
 
     def work() -> None:
         if gradient is None:
@@ -157,8 +151,8 @@ def main() -> None:
         print(
             markdown({numel: rows[numel]}, OURS), ratios({numel: rows[numel]}), sep="\n", flush=True
         )
-    text = f"{__doc__}\n{markdown(rows, OURS)}\n{ratios(rows)}"
-    text = text.replace(__doc__, __doc__.split("\n\n")[-1].strip() + "\n")
+    settings = __doc__.split("\n\n")[-1]
+    text = f"{settings}\n{markdown(rows, OURS)}\n{ratios(rows)}"
     save(options.out, "Host side of a step", text, rows, describe_machine(options.threads))
 
 

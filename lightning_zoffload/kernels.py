@@ -337,8 +337,8 @@ def cast(source: Tensor, destination: Tensor, *, num_threads: int | None = None)
         ValueError: A tensor has another layout or device, or they differ in length or overlap.
     """
     check_tensor("source", source, _DTYPES)
-    both = source.dtype is torch.float32
-    check_tensor("destination", destination, _DTYPES if both else _FP32)
+    narrows = source.dtype is torch.float32
+    check_tensor("destination", destination, _DTYPES if narrows else _FP32)
     check_together(source=source, destination=destination)
     _lib.zo_cast(len(source), *_typed(source), *_typed(destination), _threads(num_threads))
 
