@@ -91,6 +91,11 @@ int zo_cpu_has_avx512(void);
  * every stream (fp32 master and moments, exchange) fits in the second-level cache. */
 enum { ZO_TILE = 16384 };
 
+/* Where the tiles before number `tile` end, of n elements: the last tile may be short. */
+static inline int64_t zo_tiles_end(int64_t tile, int64_t n) {
+  return tile * ZO_TILE < n ? tile * ZO_TILE : n;
+}
+
 static inline size_t zo_size_of(enum zo_dtype dtype) { return dtype == ZO_F32 ? 4 : 2; }
 
 /* constants.c: the constants of a step from an optimizer's hyper-parameters. */

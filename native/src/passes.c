@@ -13,15 +13,10 @@ struct pass_call {
   double *sums; /* one for each tile */
 };
 
-static int64_t length_of(int64_t n, int64_t tile) {
-  const int64_t begin = tile * ZO_TILE;
-  return n - begin < ZO_TILE ? n - begin : ZO_TILE;
-}
-
 static void sum_tiles(void *context, int64_t first, int64_t last) {
   const struct pass_call *call = context;
   for (int64_t tile = first; tile < last; tile++) {
-    const int64_t begin = tile * ZO_TILE, n = length_of(call->n, tile);
+    const int64_t begin = tile * ZO_TILE, n = zo_tiles_end(tile + 1, call->n) - begin;
     const char *from = call->from + (size_t)begin * zo_size_of(call->dtype);
     call->sums[tile] =
         call->to == NULL
@@ -66,7 +61,7 @@ enum zo_status zo_accumulate(int64_t n, float *accumulator, const void *gradient
 static void widen_tiles(void *context, int64_t first, int64_t last) {
   const struct pass_call *call = context;
   const int64_t begin = first * ZO_TILE;
-  const int64_t end = last * ZO_TILE < call->n ? last * ZO_TILE : call->n;
+  const int64_t end = zo_tiles_end(last, call->n);
   call->kernels->widen[call->dtype](
       end - begin, call->from + (size_t)begin * zo_size_of(call->dtype), (float *)call->to + begin);
 }
@@ -74,7 +69,7 @@ static void widen_tiles(void *context, int64_t first, int64_t last) {
 static void narrow_tiles(void *context, int64_t first, int64_t last) {
   const struct pass_call *call = context;
   const int64_t begin = first * ZO_TILE;
-  const int64_t end = last * ZO_TILE < call->n ? last * ZO_TILE : call->n;
+  const int64_t end = zo_tiles_end(last, call->n);
   call->kernels->narrow[call->dtype](end - begin, (const float *)call->from + begin,
                                      call->to + (size_t)begin * zo_size_of(call->dtype));
 }

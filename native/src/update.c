@@ -58,7 +58,7 @@ static void update_tiles(void *context, int64_t first, int64_t last) {
   const struct zo_segments *segments = call->segments;
   const int rounds_randomly = buffers->state_dtype != ZO_F32;
   int64_t begin = first * ZO_TILE;
-  const int64_t stop = last * ZO_TILE < buffers->n ? last * ZO_TILE : buffers->n;
+  const int64_t stop = zo_tiles_end(last, buffers->n);
   struct zo_constants k = {0};
   int64_t step_of_k = 0;
   for (int64_t i = segment_at(segments, begin); i < segments->count && begin < stop; i++) {
