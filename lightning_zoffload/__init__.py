@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from lightning_zoffload.config import OffloadConfig
 from lightning_zoffload.errors import CheckpointMismatchError, HostMemoryError
+from lightning_zoffload.inspection import full_grad, master_param, optimizer_state
 from lightning_zoffload.lion import Lion
 from lightning_zoffload.precision import ZeroOffloadPrecision
 from lightning_zoffload.registration import register
@@ -18,6 +19,9 @@ __all__ = [
     "OffloadConfig",
     "ZeroOffloadPrecision",
     "ZeroOffloadStrategy",
+    "full_grad",
+    "master_param",
+    "optimizer_state",
 ]
 __version__ = version("lightning-zoffload")
 

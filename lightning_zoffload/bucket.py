@@ -1,201 +1,187 @@
-"""One bucket's bytes on both sides of the bus.
+"""The unit that moves and is updated: part of a slab, and how far its gradients have come.
 
-The life of the data in a segment, each form under the name used everywhere:
-
-    grad (device) -> exchanged gradient (host, 16 bit) -> master and moments (host, fp32)
-                  -> exchanged parameter (same bytes)  -> parameter (device)
+A gradient is *staged* (in a staging buffer on the device), then *on the host* (sent to the exchange
+buffer, or added up in the accumulator), and at last *applied*. A parameter larger than a bucket has
+several buckets and is in each of these states in each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import groupby
-from zlib import crc32
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zoffload.host_memory import HostBuffer
-from lightning_zoffload.layout import BucketLayout, ParameterSpec
-from lightning_zoffload.transfer import Transfer
+from lightning_zoffload import kernels
+from lightning_zoffload.host_memory import HostBuffer, require_host_memory
+from lightning_zoffload.kernels import SegmentSteps
+from lightning_zoffload.slab import Segment, Slab
 
-
-class Exchanged(Enum):
-    """What the exchange bytes of a segment hold."""
-
-    NOTHING_NEW = "nothing new"
-    GRADIENT = "a gradient to apply"
-
-
-@dataclass(eq=False)
-class Segment:
-    """One parameter's place in a bucket. All tensors have the parameter's shape and strides.
-
-    Attributes:
-        name: The parameter's name, for messages.
-        group_index: The param group of the optimizer that it belongs to.
-        parameter: The user's parameter; its data is ``device``.
-        offset: First element in the bucket.
-        end: Just past the last one.
-        device: What forward and backward see.
-        exchange: The bytes that cross the bus, in the device dtype.
-        master: The fp32 parameter, a leaf tensor.
-        moments: The optimizer's state tensors in the bucket.
-        step: How many updates the parameter has had: an element of the bucket's ``steps``.
-        exchanged: What ``exchange`` holds.
-    """
-
-    name: str
-    group_index: int
-    parameter: Tensor
-    offset: int
-    end: int
-    device: Tensor
-    exchange: Tensor
-    master: Tensor
-    moments: tuple[Tensor, ...]
-    step: Tensor
-    exchanged: Exchanged = Exchanged.NOTHING_NEW
-
-    def bind(self) -> None:
-        """Makes the parameter a view of the device bucket (again)."""
-        self.parameter.data = self.device
-
-    def receive_gradient(self, transfer: Transfer) -> None:
-        """Moves ``parameter.grad`` into the exchange buffer and frees it on the device.
-
-        Raises:
-            RuntimeError: The gradient is sparse.
-        """
-        gradient = self.parameter.grad
-        if gradient is None:
-            return
-        if gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"The gradient of `{self.name}` is sparse ({gradient.layout}), which zero_offload"
-                " cannot exchange. Use a dense gradient, e.g. `nn.Embedding(..., sparse=False)`."
-            )
-        transfer.download(gradient, self.exchange)
-        self.parameter.grad = None
-        self.exchanged = Exchanged.GRADIENT
-
-    def discard_gradient(self) -> None:
-        """Forgets a gradient that is applied or skipped."""
-        self.exchanged = Exchanged.NOTHING_NEW
+#: Elements that are updated and sent up as a unit: a few ms of host work, so that the last upload
+#: of a step is short, and many times what a kernel call and a copy cost to start.
+TILE = 2**22
 
 
 class Bucket:
-    """Device parameters, exchange buffer, masters and moments of one bucket.
-
-    Takes each parameter over as it is built: copies it to its master, makes it a view of the
-    device bucket, and so gives its old storage up.
+    """A part of a slab and the gradients that have arrived for it since the last step.
 
     Args:
-        layout: Where each parameter lies.
-        parameters: ``(name, parameter)`` of each segment of ``layout``, in its order.
-        group_index: The param group of the optimizer that they belong to.
-        moment_dtypes: Of the state tensors that the host update keeps here.
-        device: Where forward and backward run.
-        transfer: How bytes cross the bus.
-        num_threads: Threads of the host update, which then touch the memory first.
+        slab: The memory.
+        elements: The part.
 
     Attributes:
-        exchange, master, moments: All segments' on the host, flat.
-        steps: Each segment's count of updates, fp32 as torch has it.
-        ends: Where each segment ends, ``int64``, the padding behind it included.
-        seeds: Each segment's random seed, of its name only: the same in any bucket and run.
+        exchange, device, master, moments: The bucket's elements of the slab's buffers.
+        staging: The staging buffer that it fills, if any.
+        staged: Segments whose gradient is in ``staging``.
+        on_host: Segments whose gradient is sent.
+        applied: Segments whose gradient is in the master already.
+        arrived: Segments that have had a gradient since the bucket was last full.
+        expected: Segments that fill it: those that had a gradient in the last step.
+        accumulates: Whether gradients are added up in ``accumulator`` since the last step.
+        landing: The last job that reads ``exchange``.
+        changes: Counts what makes statistics out of date.
+        statistics: ``changes`` and the sum of squares of the gradients ``on_host`` at that time.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        parameters: Sequence[tuple[str, Tensor]],
-        group_index: int,
-        moment_dtypes: Sequence[torch.dtype],
-        device: torch.device,
-        transfer: Transfer,
-        num_threads: int | None = None,
-    ) -> None:
-        self.group_index = group_index
-        self._transfer = transfer
+    def __init__(self, slab: Slab, elements: slice) -> None:
+        self.slab = slab
+        self.elements = elements
+        self.exchange = slab.exchange[elements]
+        self.device = slab.device[elements]
+        self.master = slab.master[elements]
+        self.moments = tuple(moment[elements] for moment in slab.moments)
+        self.staging: Tensor | None = None
+        self.staged: set[Segment] = set()
+        self.on_host: set[Segment] = set()
+        self.applied: set[Segment] = set()
+        self.arrived: set[Segment] = set()
+        self.expected: set[Segment] = set(slab.segments)
+        self._seen: set[Segment] = set()
+        self.accumulates = False
+        self.landing: Future[Any] | None = None
+        self.changes = 0
+        self.statistics: tuple[int, float] | None = None
+        self._accumulator: HostBuffer | None = None
 
-        def host_buffer(dtype: torch.dtype) -> HostBuffer:
-            return HostBuffer(layout.numel, dtype, num_threads=num_threads)
+    @property
+    def starts_slab(self) -> bool:
+        """Whether the bucket has its segments from their first element on."""
+        return bool(self.elements.start == 0)
 
-        self._exchange_buffer = exchange = host_buffer(layout.dtype)
-        if device.type == "cuda":
-            exchange.pin()
-        master = host_buffer(torch.float32)
-        moments = [host_buffer(dtype) for dtype in moment_dtypes]
-        steps = HostBuffer(len(layout.segments), torch.float32, num_threads=1)
-        self.device = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
-        self.exchange = exchange.flat
-        self.master = master.flat
-        self.moments = tuple(buffer.flat for buffer in moments)
-        self.steps = steps.flat
-        starts = [place.offset for place in layout.segments]
-        self.ends = torch.tensor([*starts[1:], layout.numel], dtype=torch.int64)
-        self.seeds = torch.tensor([crc32(name.encode()) for name, _ in parameters])
-        self.segments: list[Segment] = []
-        for number, (place, (name, parameter)) in enumerate(
-            zip(layout.segments, parameters, strict=True)
-        ):
-            spec, offset = place.spec, place.offset
-            segment = Segment(
-                name=name,
-                group_index=group_index,
-                parameter=parameter,
-                offset=offset,
-                end=place.end,
-                device=self.device.as_strided(spec.shape, spec.stride, offset),
-                exchange=exchange.segment(offset, spec),
-                master=master.segment(offset, spec),
-                moments=tuple(buffer.segment(offset, spec) for buffer in moments),
-                step=steps.segment(number, ParameterSpec(number, (), (), torch.float32)),
-            )
-            segment.master.copy_(parameter.detach())
-            segment.exchange.copy_(segment.master)
-            transfer.upload(segment.exchange, segment.device)
-            segment.bind()
-            self.segments.append(segment)
+    @property
+    def has_accumulator(self) -> bool:
+        """Whether fp32 memory to add gradients up in is there."""
+        return self._accumulator is not None
 
-    def has_gradient(self) -> Tensor:
-        """Whether each segment holds a gradient to apply: bool, one per segment."""
-        return torch.tensor([s.exchanged is Exchanged.GRADIENT for s in self.segments])
+    def place(self, segment: Segment) -> tuple[slice, slice]:
+        """The elements that bucket and segment share: counted in the bucket, in the segment."""
+        first = max(segment.offset, self.elements.start)
+        last = max(first, min(segment.end, self.elements.stop))
+        start = self.elements.start
+        return (
+            slice(first - start, last - start),
+            slice(first - segment.offset, last - segment.offset),
+        )
 
-    def runs_with_gradient(self) -> Iterator[slice]:
-        """The elements of each contiguous run of segments that hold a gradient.
+    def runs(self, member: Callable[[Segment], bool]) -> Iterator[slice]:
+        """The elements of each contiguous run of such segments, the padding between included."""
+        for is_member, group in groupby(self.slab.segments, member):
+            if is_member:
+                segments = list(group)
+                yield slice(self.place(segments[0])[0].start, self.place(segments[-1])[0].stop)
 
-        Padding between them is included. A bucket whose parameters all got a gradient is one run.
+    def tiles(self, segments: set[Segment]) -> Iterator[slice]:
+        """The elements of these segments in pieces to update and send up one by one."""
+        for run in self.runs(segments.__contains__):
+            for start in range(run.start, run.stop, TILE):
+                yield slice(start, min(start + TILE, run.stop))
+
+    def stage(self, segment: Segment) -> tuple[Tensor, slice]:
+        """Where in ``staging`` the segment's part goes, and which part of the segment it is."""
+        assert self.staging is not None
+        in_bucket, in_segment = self.place(segment)
+        self.staged.add(segment)
+        self.arrived.add(segment)
+        self._seen.add(segment)
+        self.changes += 1
+        return self.staging[in_bucket], in_segment
+
+    @property
+    def square_sum(self) -> float | None:
+        """Sum of squares of the gradients on the host, if it is known."""
+        if self.statistics is None or self.statistics[0] != self.changes:
+            return None
+        return self.statistics[1]
+
+    def is_full(self) -> bool:
+        """Whether all gradients that backward will bring have arrived, as far as one can know."""
+        return self.arrived >= self.expected
+
+    def drop(self, segment: Segment) -> None:
+        """Forgets a gradient that is not applied."""
+        self.staged.discard(segment)
+        self.on_host.discard(segment)
+        self.changes += 1
+
+    def gradient(self, elements: slice) -> Tensor:
+        """The gradients on the host: exchanged ones, or their fp32 sum."""
+        source = self._accumulator.flat if self.accumulates and self._accumulator else self.exchange
+        return source[elements]
+
+    def allocate_accumulator(self, num_threads: int | None) -> None:
+        """Takes 4 bytes per parameter more, if it has not yet.
+
+        Raises:
+            HostMemoryError: There is not so much.
         """
-        for exchanged, members in groupby(self.segments, lambda segment: segment.exchanged):
-            if exchanged is Exchanged.GRADIENT:
-                run = list(members)
-                yield slice(run[0].offset, run[-1].end)
+        if self._accumulator is None:
+            numel = len(self.exchange)
+            require_host_memory(4 * numel, "Gradient accumulation on the host")
+            self._accumulator = HostBuffer(numel, torch.float32, num_threads=num_threads)
 
-    def clear_padding(self) -> None:
-        """Makes the padding zero again after an update that divides zero by zero there."""
-        for segment, end in zip(self.segments, self.ends.tolist(), strict=True):
-            for flat in (self.exchange, self.master, *self.moments):
-                flat[segment.end : end].zero_()
+    def land(self, elements: slice, *, added: bool, num_threads: int | None) -> None:
+        """Puts exchanged gradients into the accumulator, or adds them to what is there."""
+        assert self._accumulator is not None
+        accumulator, exchange = self._accumulator.flat[elements], self.exchange[elements]
+        if added:
+            kernels.accumulate(accumulator, exchange, num_threads=num_threads)
+        else:
+            kernels.cast(exchange, accumulator, num_threads=num_threads)
 
-    def release(self) -> None:
-        """Ends the transfers' hold on the memory; the tensors live on."""
-        self._exchange_buffer.unpin()
+    def segment_steps(self, elements: slice) -> SegmentSteps:
+        """The kernels' table of the segments among some elements of the bucket."""
+        first = self.elements.start + elements.start
+        last = self.elements.start + elements.stop
+        slab = self.slab
+        low, high = torch.searchsorted(
+            slab.ends, torch.tensor([first, last - 1]), right=True
+        ).tolist()
+        begin = int(slab.ends[low - 1]) if low else 0
+        members = slice(low, high + 1)
+        return SegmentSteps(
+            (slab.ends[members] - first).clamp_(max=last - first),
+            slab.steps[members].to(torch.int64),
+            slab.seeds[members],
+            begin=begin - first,
+        )
 
-    def upload(self, elements: slice = slice(None)) -> None:
-        """Sends the exchanged parameters among ``elements`` to the device."""
-        self._transfer.upload(self.exchange[elements], self.device[elements])
+    def end_step(self) -> None:
+        """Forgets all gradients, and learns which ones to expect at the next step."""
+        if not self.accumulates:
+            self._accumulator = None
+        if self._seen:
+            self.expected = {s for s in self._seen if s in self.on_host or s in self.applied}
+        for segments in (self.staged, self.on_host, self.applied, self.arrived, self._seen):
+            segments.clear()
+        self.accumulates = False
+        self.landing = None
+        self.statistics = None
 
-    def upload_masters(self) -> None:
-        """Casts all masters into the exchange buffer and sends them to the device."""
-        self.exchange.copy_(self.master)
-        self.upload()
 
-
-def host_bytes(layout: BucketLayout, moment_dtypes: Sequence[torch.dtype]) -> int:
-    """Host memory that a bucket takes, in bytes."""
-    dtypes = (layout.dtype, torch.float32, *moment_dtypes)
-    return layout.numel * sum(dtype.itemsize for dtype in dtypes)
+def gradient_on_host(segment: Segment, buckets: list[Bucket]) -> Tensor:
+    """A fp32 copy of a segment's gradient, of the parameter's shape, from all its buckets."""
+    parts = [bucket.gradient(bucket.place(segment)[0]).float() for bucket in buckets]
+    return segment.shaped(torch.cat(parts))

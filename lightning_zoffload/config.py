@@ -20,6 +20,15 @@ class OffloadConfig:
             less one where the device is an accelerator.
         moment_dtype: ``"float32"``, or ``"bfloat16"``, rounded stochastically: with Adam 10 instead
             of 14 bytes per parameter on the host. Of the optimizers that run natively.
+        schedule: ``"auto"`` updates each bucket in backward, as soon as its gradients have landed,
+            where that gives the same bits: no clipping by norm, no loss scale, no hook that looks
+            at gradients, automatic optimization. ``"synchronous"`` always waits for the step.
+        accumulate_on: Where gradients of several micro-batches are added up: ``"host"``, in fp32
+            (4 bytes per parameter there, 2n + 2 bytes over the bus with n micro-batches), or
+            ``"device"``, in ``p.grad`` (2 bytes per parameter there, 4 over the bus).
+        keep_gradients: Whether gradients stay in ``p.grad`` on the device until the step, 2 bytes
+            per parameter; ``None`` keeps them where a hook may look at them. If not kept they are
+            brought back when looked at.
         delayed_update: Run the host update of a step during the next step's forward and backward
             (one-step delayed parameter update, arXiv 2101.06840 section 5.2). Not available yet.
         delayed_update_warmup: Synchronous steps before the delay sets in.
@@ -32,6 +41,9 @@ class OffloadConfig:
     bucket_size: int = 2**25
     host_threads: int | None = None
     moment_dtype: str = "float32"
+    schedule: str = "auto"
+    accumulate_on: str = "host"
+    keep_gradients: bool | None = None
     delayed_update: bool = False
     delayed_update_warmup: int = 40
 
@@ -40,10 +52,9 @@ class OffloadConfig:
         _require_at_least("delayed_update_warmup", self.delayed_update_warmup, 0)
         if self.host_threads is not None:
             _require_at_least("host_threads", self.host_threads, 1)
-        if self.moment_dtype not in _MOMENT_DTYPES:
-            raise ValueError(
-                f"`moment_dtype` must be 'float32' or 'bfloat16', got {self.moment_dtype!r}."
-            )
+        _require_one_of("moment_dtype", self.moment_dtype, *_MOMENT_DTYPES)
+        _require_one_of("schedule", self.schedule, "auto", "synchronous")
+        _require_one_of("accumulate_on", self.accumulate_on, "host", "device")
         if self.delayed_update:
             raise NotImplementedError(
                 "The delayed parameter update is not available yet."
@@ -61,3 +72,8 @@ def _require_at_least(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"`{name}` must be an integer, got {value!r}. Pass a whole number.")
     if value < minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
+
+
+def _require_one_of(name: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` must be {' or '.join(map(repr, choices))}, got {value!r}.")

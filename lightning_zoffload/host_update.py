@@ -9,7 +9,7 @@ parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zoffload.bucket import Bucket, Exchanged, Segment
+from lightning_zoffload.bucket import Bucket, gradient_on_host
+from lightning_zoffload.slab import Segment
 from lightning_zoffload.state_dict import to_host
+
+#: All segments of an optimizer with their buckets, which know what gradients there are.
+GradientsOnHost = Mapping[Segment, list[Bucket]]
 
 
 @dataclass(frozen=True)
@@ -33,19 +37,32 @@ class GradientScaling:
 
 
 class HostUpdate(Protocol):
-    """One optimizer's update. ``expose`` comes before torch's own step code, ``apply`` after it."""
+    """One optimizer's update.
+
+    At a step come ``expose``, torch's own step code, ``withdraw``, and then for each bucket
+    ``prepare`` and, tile by tile, ``update``. Where ``is_local``, buckets may be updated before the
+    others' gradients are there, without ``expose``.
+    """
+
+    is_local: bool
 
     def moment_dtypes(self, group: Mapping[str, Any]) -> tuple[torch.dtype, ...]:
-        """Of the state tensors of a parameter of this param group that live in the bucket."""
+        """Of the state tensors of a parameter of this param group that live in the slab."""
 
-    def expose(self, buckets: Sequence[Bucket], scaling: GradientScaling) -> None:
+    def expose(self, gradients: GradientsOnHost, scaling: GradientScaling) -> None:
         """Prepares what torch's own step code will see."""
-
-    def apply(self, buckets: Sequence[Bucket], scaling: GradientScaling) -> None:
-        """Ends the update: the new parameters are in the exchange buffers' runs with a gradient."""
 
     def withdraw(self) -> None:
         """Takes back what ``expose`` showed; nothing if there is nothing."""
+
+    def prepare(self, bucket: Bucket, segments: Collection[Segment]) -> None:
+        """Begins the update of these segments of a bucket."""
+
+    def update(self, bucket: Bucket, tile: slice, scaling: GradientScaling) -> None:
+        """Updates some elements: their new parameters are in the exchange buffer then."""
+
+    def finish(self, bucket: Bucket) -> None:
+        """Ends the update of a bucket."""
 
     def adopt_state(self, segment: Segment, state: Mapping[str, Any]) -> None:
         """Makes ``state`` (torch's format) the optimizer's state of this parameter."""
@@ -54,29 +71,23 @@ class HostUpdate(Protocol):
 class MasterUpdate:
     """Any element-wise torch optimizer, run by torch itself on the fp32 masters."""
 
+    is_local = False
+
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._exposed: list[Segment] = []
 
     def moment_dtypes(self, group: Mapping[str, Any]) -> tuple[torch.dtype, ...]:
-        """See :class:`HostUpdate`. Torch makes its state itself, beside the bucket."""
+        """See :class:`HostUpdate`. Torch makes its state itself, beside the slab."""
         return ()
 
-    def expose(self, buckets: Sequence[Bucket], scaling: GradientScaling) -> None:
+    def expose(self, gradients: GradientsOnHost, scaling: GradientScaling) -> None:
         """See :class:`HostUpdate`. Puts masters, with fp32 gradients, in the parameters' place."""
-        self._exposed = [segment for bucket in buckets for segment in bucket.segments]
-        masters = {segment.parameter: segment.master for segment in self._exposed}
-        self._rename(masters)
-        for segment in self._exposed:
-            if segment.exchanged is Exchanged.GRADIENT:
-                segment.master.grad = _scaled(segment.exchange, scaling)
-
-    def apply(self, buckets: Sequence[Bucket], scaling: GradientScaling) -> None:
-        """See :class:`HostUpdate`. Torch has updated the masters: casts them for the way up."""
-        self.withdraw()
-        for bucket in buckets:
-            for elements in bucket.runs_with_gradient():
-                bucket.exchange[elements].copy_(bucket.master[elements])
+        self._exposed = list(gradients)
+        self._rename({segment.parameter: segment.master for segment in self._exposed})
+        for segment, buckets in gradients.items():
+            if buckets and segment in buckets[0].on_host:
+                segment.master.grad = _scaled(gradient_on_host(segment, buckets), scaling)
 
     def withdraw(self) -> None:
         """See :class:`HostUpdate`."""
@@ -84,6 +95,16 @@ class MasterUpdate:
         for segment in self._exposed:
             segment.master.grad = None
         self._exposed = []
+
+    def prepare(self, bucket: Bucket, segments: Collection[Segment]) -> None:
+        """See :class:`HostUpdate`."""
+
+    def update(self, bucket: Bucket, tile: slice, scaling: GradientScaling) -> None:
+        """See :class:`HostUpdate`. Torch has updated the masters: casts them for the way up."""
+        bucket.exchange[tile].copy_(bucket.master[tile])
+
+    def finish(self, bucket: Bucket) -> None:
+        """See :class:`HostUpdate`."""
 
     def adopt_state(self, segment: Segment, state: Mapping[str, Any]) -> None:
         """See :class:`HostUpdate`."""
@@ -104,7 +125,7 @@ def _renamed(tensors: Iterable[Tensor], names: Mapping[Tensor, Tensor]) -> list[
 
 
 def _scaled(gradient: Tensor, scaling: GradientScaling) -> Tensor:
-    scaled = gradient.to(torch.float32, copy=True).mul_(scaling.factor)
+    gradient.mul_(scaling.factor)
     if math.isfinite(scaling.clip_value):
-        scaled.clamp_(-scaling.clip_value, scaling.clip_value)
-    return scaled
+        gradient.clamp_(-scaling.clip_value, scaling.clip_value)
+    return gradient

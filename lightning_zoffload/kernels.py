@@ -89,11 +89,13 @@ class SegmentSteps:
         steps: Each segment's step, counted from 1; where it is 0 the segment is left as it is.
         seeds: What each segment's random numbers depend on, besides its step and the element's
             number in it. Of use for bf16 state only; default zeros.
+        begin: Where the first segment begins: 0, or less where the tensors start in its middle.
     """
 
     ends: Tensor
     steps: Tensor
     seeds: Tensor | None = None
+    begin: int = 0
 
 
 def adam_step(
@@ -399,7 +401,7 @@ def _segments(step: int | SegmentSteps, length: int) -> tuple[tuple[Any, ...], l
     if not isinstance(step, SegmentSteps):
         check_positive("step", step)
         arrays = [_ffi.new("int64_t[]", [value]) for value in (length, step, 0)]
-        return (1, *arrays), arrays
+        return (1, 0, *arrays), arrays
     seeds = torch.zeros_like(step.steps) if step.seeds is None else step.seeds
     tensors = {"ends": step.ends, "steps": step.steps, "seeds": seeds}
     for name, tensor in tensors.items():
@@ -413,10 +415,12 @@ def _segments(step: int | SegmentSteps, length: int) -> tuple[tuple[Any, ...], l
         raise ValueError(
             f"`step.ends` must ascend from 0 or more to {length} or less, the length of `master`."
         )
+    if step.begin > 0:
+        raise ValueError(f"`step.begin` must be 0 or less, got {step.begin}.")
     if bool((step.steps < 0).any()):
         raise ValueError(f"`step.steps` must be 0 or more, got {int(step.steps.min())}.")
     pointers = [_pointer("int64_t *", tensor) for tensor in tensors.values()]
-    return (len(step.ends), *pointers), list(tensors.values())
+    return (len(step.ends), step.begin, *pointers), list(tensors.values())
 
 
 def _gradient(scale: float, clip_value: float, maximize: bool) -> tuple[float, float]:

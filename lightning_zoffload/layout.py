@@ -1,8 +1,10 @@
-"""Where each parameter lies: parameters -> buckets -> segments. Pure and frozen; owns no memory.
+"""Where each parameter lies: parameters -> slabs -> segments and buckets. Pure; owns no memory.
 
-A *bucket* is a contiguous run of parameters of one param group and one device dtype, in reverse
-order of registration (the order in which backward finishes them). A *segment* is one parameter's
-place in a bucket. Device and host use the same offsets, so a bucket moves in one copy.
+A *slab* is a contiguous run of parameters of one param group and one device dtype, in reverse order
+of registration (the order in which backward finishes them). A *segment* is one parameter's place in
+it. A *bucket* is what moves and is updated as a unit: a whole slab, or, where one parameter is
+larger than a bucket, a part of that parameter's slab. Device and host use the same offsets, so a
+bucket moves in one copy.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """One parameter's place in a bucket; ``offset`` counts elements from the bucket's start."""
+    """One parameter's place in a slab; ``offset`` counts elements from the slab's start."""
 
     spec: ParameterSpec
     offset: int
@@ -54,12 +56,17 @@ class SegmentLayout:
 
 
 @dataclass(frozen=True)
-class BucketLayout:
-    """A bucket: its dtype on the device, its segments in order, its length with padding."""
+class SlabLayout:
+    """A slab: its dtype on the device, its segments in order, its length with padding."""
 
     dtype: torch.dtype
     segments: tuple[SegmentLayout, ...]
     numel: int
+
+    def buckets(self, bucket_size: int) -> list[slice]:
+        """The elements of each bucket of the slab: at most ``bucket_size``, in order."""
+        starts = range(0, self.numel, bucket_size) or range(1)
+        return [slice(start, min(start + bucket_size, self.numel)) for start in starts]
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -71,39 +78,37 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
-def build_buckets(parameters: Sequence[ParameterSpec], bucket_size: int) -> list[BucketLayout]:
-    """Lays the parameters of one param group into buckets.
+def build_slabs(parameters: Sequence[ParameterSpec], bucket_size: int) -> list[SlabLayout]:
+    """Lays the parameters of one param group into slabs.
 
     Args:
         parameters: The group's parameters in order of registration.
-        bucket_size: Elements per bucket, padding included; a larger parameter is a bucket alone.
+        bucket_size: Elements per slab, padding included; a larger parameter has a slab to itself.
 
     Returns:
-        Buckets that hold every parameter exactly once, last registered first within each dtype.
+        Slabs that hold every parameter exactly once, last registered first within each dtype.
     """
     by_dtype: dict[torch.dtype, list[ParameterSpec]] = {}
     for spec in reversed(parameters):
         by_dtype.setdefault(spec.dtype, []).append(spec)
     return [
-        bucket
-        for dtype, specs in by_dtype.items()
-        for bucket in _fill_buckets(dtype, specs, bucket_size)
+        slab for dtype, specs in by_dtype.items() for slab in _fill_slabs(dtype, specs, bucket_size)
     ]
 
 
-def _fill_buckets(
+def _fill_slabs(
     dtype: torch.dtype, specs: Iterable[ParameterSpec], bucket_size: int
-) -> Iterator[BucketLayout]:
+) -> Iterator[SlabLayout]:
     segments: list[SegmentLayout] = []
     filled = 0
     for spec in specs:
         if segments and filled + spec.numel > bucket_size:
-            yield BucketLayout(dtype, tuple(segments), filled)
+            yield SlabLayout(dtype, tuple(segments), filled)
             segments, filled = [], 0
         segments.append(SegmentLayout(spec, filled))
         filled = _aligned(filled + spec.numel)
     if segments:
-        yield BucketLayout(dtype, tuple(segments), filled)
+        yield SlabLayout(dtype, tuple(segments), filled)
 
 
 def _aligned(numel: int) -> int:

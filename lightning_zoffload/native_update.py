@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,16 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_zoffload import kernels
-from lightning_zoffload.bucket import Bucket, Segment
+from lightning_zoffload.bucket import Bucket
 from lightning_zoffload.errors import CheckpointMismatchError
-from lightning_zoffload.host_update import GradientScaling, HostUpdate, MasterUpdate
-from lightning_zoffload.kernels import SegmentSteps
+from lightning_zoffload.host_update import (
+    GradientScaling,
+    GradientsOnHost,
+    HostUpdate,
+    MasterUpdate,
+)
 from lightning_zoffload.lion import Lion
+from lightning_zoffload.slab import Segment
 from lightning_zoffload.state_dict import to_host
 from lightning_zoffload.trace import Phase, span
 
@@ -27,10 +32,10 @@ class Formula:
     """How a class of torch optimizers maps to a kernel.
 
     Attributes:
-        moment_keys: The keys of the state tensors in the bucket, for a param group. Not ``step``.
+        moment_keys: The keys of the state tensors in the slab, for a param group. Not ``step``.
         keeps_step: Whether torch has a ``step`` in the state.
         hyper: The kernel's hyper-parameters, from a param group.
-        kernel: Takes ``(bucket, moments by key, **arguments)``.
+        kernel: Takes ``(master, moments by key, exchange, **arguments)``.
         initial: A moment's value before the first step, for a param group.
     """
 
@@ -64,11 +69,13 @@ def choose_update(
 
 
 class NativeUpdate:
-    """A torch optimizer's step by a fused kernel, one call per bucket.
+    """A torch optimizer's step by a fused kernel, one call per tile.
 
     The state of parameter ``p`` stays where torch keeps it, ``optimizer.state[p]``, with torch's
-    keys; its moments and its step count are views of the bucket.
+    keys; its moments and its step count are views of the slab.
     """
+
+    is_local = True
 
     def __init__(
         self,
@@ -86,18 +93,47 @@ class NativeUpdate:
         """See :class:`HostUpdate`."""
         return (self._moment_dtype,) * len(self._formula.moment_keys(group))
 
-    def expose(self, buckets: Sequence[Bucket], scaling: GradientScaling) -> None:
+    def expose(self, gradients: GradientsOnHost, scaling: GradientScaling) -> None:
         """See :class:`HostUpdate`. The gradients are gone from the parameters: torch sees none."""
 
     def withdraw(self) -> None:
         """See :class:`HostUpdate`."""
 
-    def apply(self, buckets: Sequence[Bucket], scaling: GradientScaling) -> None:
+    def prepare(self, bucket: Bucket, segments: Collection[Segment]) -> None:
+        """See :class:`HostUpdate`. Counts the step, once for all buckets of a large parameter."""
+        if not bucket.starts_slab:
+            return
+        group = self._group(bucket)
+        self._moments(bucket, group)
+        for segment in segments:
+            self._ensure_state(segment, group)
+            segment.step += 1
+
+    def update(self, bucket: Bucket, tile: slice, scaling: GradientScaling) -> None:
         """See :class:`HostUpdate`."""
-        for bucket in buckets:
-            updated = bucket.has_gradient()
-            if updated.any():
-                self._update(bucket, updated, scaling)
+        group = self._group(bucket)
+        moments = {key: m[tile] for key, m in self._moments(bucket, group).items()}
+        gradient, exchange = bucket.gradient(tile), bucket.exchange[tile]
+        with span(Phase.HOST_UPDATE):
+            # The kernel reads a gradient and writes the parameter to the same bytes.
+            self._formula.kernel(
+                bucket.master[tile],
+                moments,
+                gradient,
+                **self._formula.hyper(group),
+                step=bucket.segment_steps(tile),
+                grad_scale=scaling.factor,
+                clip_value=scaling.clip_value,
+                maximize=bool(group["maximize"]),
+                num_threads=self._num_threads,
+            )
+            if bucket.accumulates:
+                kernels.cast(gradient, exchange, num_threads=self._num_threads)
+
+    def finish(self, bucket: Bucket) -> None:
+        """See :class:`HostUpdate`."""
+        if self._group(bucket).get("eps") == 0.0:
+            bucket.slab.clear_padding()
 
     def adopt_state(self, segment: Segment, state: Mapping[str, Any]) -> None:
         """See :class:`HostUpdate`.
@@ -119,28 +155,9 @@ class NativeUpdate:
             host_state["step"] = segment.step
         self._optimizer.state[segment.parameter] = host_state
 
-    def _update(self, bucket: Bucket, updated: Tensor, scaling: GradientScaling) -> None:
-        group = self._optimizer.param_groups[bucket.group_index]
-        moments = self._moments(bucket, group)
-        for segment, is_updated in zip(bucket.segments, updated.tolist(), strict=True):
-            if is_updated:
-                self._ensure_state(segment, group)
-        bucket.steps += updated
-        with span(Phase.HOST_UPDATE):
-            self._formula.kernel(
-                bucket,
-                moments,
-                **self._formula.hyper(group),
-                step=SegmentSteps(
-                    bucket.ends, (bucket.steps * updated).to(torch.int64), bucket.seeds
-                ),
-                grad_scale=scaling.factor,
-                clip_value=scaling.clip_value,
-                maximize=bool(group["maximize"]),
-                num_threads=self._num_threads,
-            )
-        if group.get("eps") == 0.0:
-            bucket.clear_padding()
+    def _group(self, bucket: Bucket) -> Group:
+        group: Group = self._optimizer.param_groups[bucket.slab.group_index]
+        return group
 
     def _moments(self, bucket: Bucket, group: Group) -> dict[str, Tensor]:
         keys = self._formula.moment_keys(group)
@@ -203,8 +220,8 @@ def _adam(decoupled_by_class: bool) -> Formula:
         numbers = _floats(group, "lr", "eps", "weight_decay")
         return {**numbers, **_betas(group), "decoupled": decoupled}
 
-    def kernel(bucket: Bucket, moments: dict[str, Any], **arguments: Any) -> None:
-        kernels.adam_step(bucket.master, exchange=bucket.exchange, **moments, **arguments)
+    def kernel(master: Tensor, moments: dict[str, Any], exchange: Tensor, **arguments: Any) -> None:
+        kernels.adam_step(master, exchange=exchange, **moments, **arguments)
 
     return Formula(moment_keys, True, hyper, kernel)
 
@@ -217,9 +234,9 @@ def _sgd() -> Formula:
         numbers = _floats(group, "lr", "momentum", "dampening", "weight_decay")
         return {**numbers, "nesterov": bool(group["nesterov"])}
 
-    def kernel(bucket: Bucket, moments: dict[str, Any], **arguments: Any) -> None:
+    def kernel(master: Tensor, moments: dict[str, Any], exchange: Tensor, **arguments: Any) -> None:
         buffer = moments.get("momentum_buffer")
-        kernels.sgd_step(bucket.master, buffer, bucket.exchange, **arguments)
+        kernels.sgd_step(master, buffer, exchange, **arguments)
 
     return Formula(moment_keys, False, hyper, kernel)
 
@@ -228,8 +245,8 @@ def _adagrad() -> Formula:
     def hyper(group: Group) -> dict[str, Any]:
         return _floats(group, "lr", "lr_decay", "weight_decay", "eps")
 
-    def kernel(bucket: Bucket, moments: dict[str, Any], **arguments: Any) -> None:
-        kernels.adagrad_step(bucket.master, moments["sum"], bucket.exchange, **arguments)
+    def kernel(master: Tensor, moments: dict[str, Any], exchange: Tensor, **arguments: Any) -> None:
+        kernels.adagrad_step(master, moments["sum"], exchange, **arguments)
 
     def initial(group: Group) -> float:
         return float(group["initial_accumulator_value"])
@@ -241,8 +258,8 @@ def _lion() -> Formula:
     def hyper(group: Group) -> dict[str, Any]:
         return {**_floats(group, "lr", "weight_decay"), **_betas(group)}
 
-    def kernel(bucket: Bucket, moments: dict[str, Any], **arguments: Any) -> None:
-        kernels.lion_step(bucket.master, moments["exp_avg"], bucket.exchange, **arguments)
+    def kernel(master: Tensor, moments: dict[str, Any], exchange: Tensor, **arguments: Any) -> None:
+        kernels.lion_step(master, moments["exp_avg"], exchange, **arguments)
 
     return Formula(lambda group: ("exp_avg",), False, hyper, kernel)
 

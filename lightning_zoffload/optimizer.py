@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zoffload.engine import OffloadEngine
@@ -30,6 +31,7 @@ class OffloadedStep:
         self._optimizer = optimizer
         self._engine = engine
         self._under_way = False
+        self._parameters: list[Tensor] = []
         self._loaded: list[dict[str, Any] | None] = []
         after = optimizer.register_step_post_hook(self._after_step)
         # Hooks the user registered before must see the updated parameters: ours goes first.
@@ -52,19 +54,35 @@ class OffloadedStep:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         # A subclass whose step() calls super().step() comes by twice in one step.
         if isinstance(closure, _ClosureThenBegin) or (
-            closure is None and self._under_way and not self._engine.has_gradients(optimizer)
+            closure is None and self._under_way and not self._has_gradients()
         ):
             return None
         if self._under_way:  # the step before this one raised
-            self._engine.abandon_step(optimizer)
+            self._engine.finish_step(optimizer, abandon=True)
             self._under_way = False
         if closure is None:
             self._begin()
             return None
-        wrapped = _ClosureThenBegin(closure, self._begin, type(optimizer).__name__)
+        wrapped = _ClosureThenBegin(closure, self, type(optimizer).__name__)
         return (args[0], *args[2:]), {**kwargs, "closure": wrapped}
 
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """The user's closure, after which all gradients are on the host."""
+        self._engine.open_step(self._optimizer)
+        try:
+            loss = closure()
+        except BaseException:
+            self._engine.finish_step(self._optimizer, abandon=True)
+            raise
+        self._begin()
+        return loss
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters)
+
     def _begin(self) -> None:
+        # Torch may find masters in their place during the step.
+        self._parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
         self._engine.begin_step(self._optimizer)
         self._under_way = True
 
@@ -83,13 +101,13 @@ class OffloadedStep:
 
 
 class _ClosureThenBegin:
-    """The user's closure, after which the gradients move to the host."""
+    """The user's closure, run once."""
 
     def __init__(
-        self, closure: Callable[[], Any], begin: Callable[[], None], optimizer_name: str
+        self, closure: Callable[[], Any], step: OffloadedStep, optimizer_name: str
     ) -> None:
         self._closure = closure
-        self._begin = begin
+        self._step = step
         self._optimizer_name = optimizer_name
         self._evaluated = False
 
@@ -101,6 +119,4 @@ class _ClosureThenBegin:
                 " Use an optimizer that evaluates the closure once."
             )
         self._evaluated = True
-        loss = self._closure()
-        self._begin()
-        return loss
+        return self._step.run_closure(self._closure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zoffload.engine import Clipping, OffloadEngine
+from lightning_zoffload.engine import OffloadEngine
 from lightning_zoffload.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
+from lightning_zoffload.takeover import Clipping
 
 PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
@@ -189,7 +189,7 @@ class ZeroOffloadPrecision(Precision):
     @override
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
         """Lets hooks that can look at gradients see them unscaled, as plain Lightning does."""
-        if self.engine is not None and _gradients_are_watched(model):
+        if self.engine is not None and gradient_watcher(model) is not None:
             self.engine.unscale_gradients(optimizer)
         super()._after_closure(model, optimizer)
 
@@ -208,10 +208,7 @@ class ZeroOffloadPrecision(Precision):
         by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         self.engine.clip_next_step(
             optimizer,
-            Clipping(
-                max_norm=math.inf if by_value else float(clip_val),
-                clip_value=float(clip_val) if by_value else math.inf,
-            ),
+            _clipping(float(clip_val), by_value),
         )
 
     @override
@@ -251,10 +248,26 @@ def _normalisation_parameters(module: nn.Module) -> set[Tensor]:
     }
 
 
-def _gradients_are_watched(model: pl.LightningModule) -> bool:
-    """Whether the module or a callback has code between backward and update."""
-    watchers = ("on_before_optimizer_step", "configure_gradient_clipping")
-    return any(is_overridden(hook, model) for hook in watchers) or any(
-        is_overridden("on_before_optimizer_step", callback, pl.Callback)
-        for callback in cast(Any, model.trainer).callbacks  # set late, so not in its type
-    )
+def _clipping(clip_val: float, by_value: bool) -> Clipping:
+    return Clipping(clip_value=clip_val) if by_value else Clipping(max_norm=clip_val)
+
+
+def announced_clipping(module: pl.LightningModule) -> Clipping:
+    """What the Trainer will ask :meth:`ZeroOffloadPrecision.clip_gradients` for."""
+    trainer = module.trainer
+    if not trainer.gradient_clip_val:
+        return Clipping()
+    by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+    return _clipping(float(trainer.gradient_clip_val), by_value)
+
+
+def gradient_watcher(module: pl.LightningModule) -> str | None:
+    """The hook of the module or a callback, if any, that may look at gradients before the step."""
+    for hook in ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"):
+        if is_overridden(hook, module):
+            return f"{type(module).__name__}.{hook}"
+    for callback in cast(Any, module.trainer).callbacks:  # set late, so not in its type
+        for hook in ("on_after_backward", "on_before_optimizer_step"):
+            if is_overridden(hook, callback, pl.Callback):
+                return f"{type(callback).__name__}.{hook}"
+    return None

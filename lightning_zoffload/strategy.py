@@ -15,13 +15,18 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zoffload.config import OffloadConfig
 from lightning_zoffload.engine import OffloadEngine
 from lightning_zoffload.optimizer import OffloadedStep
-from lightning_zoffload.precision import ZeroOffloadPrecision
+from lightning_zoffload.precision import (
+    ZeroOffloadPrecision,
+    announced_clipping,
+    gradient_watcher,
+)
 from lightning_zoffload.state_dict import swapped_data
 
 
@@ -35,6 +40,10 @@ class ZeroOffloadStrategy(SingleDeviceStrategy):
         host_threads: Threads of the host update; default: the CPUs that this process may use, less
             one where the device is an accelerator.
         moment_dtype: Of the optimizer's moments: ``"float32"`` or ``"bfloat16"``.
+        schedule: ``"auto"`` updates in backward where that is exact; ``"synchronous"`` at the step.
+        accumulate_on: Where gradients of several micro-batches add up: ``"host"`` or ``"device"``.
+        keep_gradients: Whether ``p.grad`` stays on the device until the step; default: where a
+            hook may look at it.
         delayed_update: One-step delayed parameter update (paper, section 5.2). Not available yet.
         delayed_update_warmup: Synchronous steps before the delay sets in.
         accelerator: As for any Lightning strategy.
@@ -56,6 +65,9 @@ class ZeroOffloadStrategy(SingleDeviceStrategy):
         bucket_size: int = OffloadConfig.bucket_size,
         host_threads: int | None = OffloadConfig.host_threads,
         moment_dtype: str = OffloadConfig.moment_dtype,
+        schedule: str = OffloadConfig.schedule,
+        accumulate_on: str = OffloadConfig.accumulate_on,
+        keep_gradients: bool | None = OffloadConfig.keep_gradients,
         delayed_update: bool = OffloadConfig.delayed_update,
         delayed_update_warmup: int = OffloadConfig.delayed_update_warmup,
         accelerator: Accelerator | None = None,
@@ -67,11 +79,15 @@ class ZeroOffloadStrategy(SingleDeviceStrategy):
             bucket_size=bucket_size,
             host_threads=host_threads,
             moment_dtype=moment_dtype,
+            schedule=schedule,
+            accumulate_on=accumulate_on,
+            keep_gradients=keep_gradients,
             delayed_update=delayed_update,
             delayed_update_warmup=delayed_update_warmup,
         )
         self._engine: OffloadEngine | None = None
         self._steps: list[OffloadedStep] = []
+        self._told_of_watcher = False
         self._homes: dict[Tensor, Tensor] = {}
         self._cast_residents: set[str] = set()
         self._parallel_devices: list[torch.device] = []
@@ -159,6 +175,29 @@ class ZeroOffloadStrategy(SingleDeviceStrategy):
         if self._engine is not None:
             self._engine.bind()
 
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As any strategy's, and the engine takes the gradients as they come."""
+        if self._engine is None or self.lightning_module is None:
+            return super().backward(closure_loss, *args, **kwargs)
+        module = self.lightning_module
+        watcher = gradient_watcher(module)
+        keeps = self.config.keep_gradients
+        if keeps is None and watcher is not None and not self._told_of_watcher:
+            self._told_of_watcher = True
+            mebibytes = sum(p.nbytes for p in self._engine.masters) / 2**20
+            rank_zero_info(
+                f"`{watcher}` may look at gradients, so zero_offload keeps them on the device"
+                f" until the step, {mebibytes:,.0f} MiB."
+                " Pass `keep_gradients=False` to bring them back only when they are looked at."
+            )
+        with self._engine.backward(
+            watched=watcher is not None if keeps is None else keeps,
+            automatic=module.automatic_optimization and watcher is None,
+            clipping=announced_clipping(module) if module.automatic_optimization else None,
+        ):
+            return super().backward(closure_loss, *args, **kwargs)
+
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -177,7 +216,7 @@ class ZeroOffloadStrategy(SingleDeviceStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with self._engine.masters_loaded() if self._engine else nullcontext():
+        with self._engine.masters_in_module(write=True) if self._engine else nullcontext():
             super().load_model_state_dict(checkpoint, strict=strict)
 
     @override

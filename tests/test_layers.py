@@ -23,9 +23,23 @@ FLOORS: list[dict[str, int]] = [
         "machine": 160,
         "kernels": 500,
     },
-    {"host_memory": 220, "transfer": 300},
-    {"bucket": 300, "state_dict": 300, "host_update": 200, "native_update": 300},
-    {"engine": 350, "optimizer": 250},
+    {"host_memory": 220, "streams": 120, "transfer": 300, "host_worker": 150},
+    {
+        "slab": 250,
+        "bucket": 300,
+        "state_dict": 300,
+        "host_update": 200,
+        "native_update": 300,
+    },
+    {
+        "placeholder": 120,
+        "grad_hooks": 350,
+        "takeover": 300,
+        "schedules": 350,
+        "engine": 350,
+        "inspection": 120,
+        "optimizer": 250,
+    },
     {"precision": 300, "strategy": 350, "registration": 100, "__init__": 40},
 ]
 ORDER = [name for floor in FLOORS for name in floor]

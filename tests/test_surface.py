@@ -21,6 +21,9 @@ def test_exported_names() -> None:
         "OffloadConfig",
         "ZeroOffloadPrecision",
         "ZeroOffloadStrategy",
+        "full_grad",
+        "master_param",
+        "optimizer_state",
     ]
 
 
@@ -30,6 +33,9 @@ def test_options() -> None:
         "bucket_size",
         "host_threads",
         "moment_dtype",
+        "schedule",
+        "accumulate_on",
+        "keep_gradients",
         "delayed_update",
         "delayed_update_warmup",
     ]

@@ -27,8 +27,8 @@ struct zo_buffers {
   enum zo_dtype state_dtype;
 };
 
-/* Segments of the buffers: number i goes from the end of number i - 1 (the first from 0) to
- * ends[i], exclusive. steps[i] counts from 1 and includes the step being made; where it is 0 the
+/* Segments of the buffers: number i goes from the end of number i - 1 (the first from `begin`, which
+ * is negative where the buffers start in its middle, else 0) to ends[i], exclusive. steps[i] counts from 1 and includes the step being made; where it is 0 the
  * segment is left as it is. Elements behind the last end are too.
  *
  * A bf16 state is rounded up with the probability that makes its mean exact. The random number is a
@@ -36,6 +36,7 @@ struct zo_buffers {
  * else. */
 struct zo_segments {
   int64_t count;
+  int64_t begin;
   const int64_t *ends;
   const int64_t *steps;
   const int64_t *seeds;

@@ -36,7 +36,7 @@ static struct zo_slice slice_of(const struct update_call *call, int states, int6
                                 int64_t begin, int64_t end) {
   const struct zo_buffers *buffers = call->buffers;
   const struct zo_segments *segments = call->segments;
-  const int64_t segment_begin = segment == 0 ? 0 : segments->ends[segment - 1];
+  const int64_t segment_begin = segment == 0 ? segments->begin : segments->ends[segment - 1];
   const uint64_t key =
       mix(mix((uint64_t)segments->seeds[segment] + 1) + (uint64_t)segments->steps[segment]);
   struct zo_slice slice = {

@@ -154,7 +154,7 @@ static uint64_t run_update(int variant, int64_t n, int any_bits, int threads) {
                                      .state_dtype = state};
   int64_t ends[SEGMENT_COUNT], steps[SEGMENT_COUNT], seeds[SEGMENT_COUNT];
   make_segments(n, ends, steps, seeds);
-  const struct zo_segments segments = {SEGMENT_COUNT, ends, steps, seeds};
+  const struct zo_segments segments = {SEGMENT_COUNT, 0, ends, steps, seeds};
   step_once(variant / 6, &buffers, &segments, threads);
   const uint64_t value = hash_data(data, n, exchange, state);
   free_data(data);

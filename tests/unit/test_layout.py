@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lightning_zoffload.layout import (
     SEGMENT_ALIGNMENT,
     ParameterSpec,
-    build_buckets,
+    build_slabs,
     dense_stride,
 )
 
@@ -31,7 +31,7 @@ def test_every_parameter_has_exactly_one_place_of_its_own(
     parameters: list[tuple[tuple[int, ...], torch.dtype]], bucket_size: int
 ) -> None:
     specs = specs_of(parameters)
-    buckets = build_buckets(specs, bucket_size)
+    buckets = build_slabs(specs, bucket_size)
 
     places = [place.spec.index for bucket in buckets for place in bucket.segments]
     assert sorted(places) == list(range(len(specs)))
@@ -51,7 +51,7 @@ def test_every_parameter_has_exactly_one_place_of_its_own(
 
 def test_a_parameter_larger_than_a_bucket_is_a_bucket_alone() -> None:
     specs = specs_of([((8,), torch.float32), ((1000,), torch.float32), ((8,), torch.float32)])
-    lengths = [[s.spec.numel for s in b.segments] for b in build_buckets(specs, 100)]
+    lengths = [[s.spec.numel for s in b.segments] for b in build_slabs(specs, 100)]
     assert lengths == [[8], [1000], [8]]
 
 
