@@ -20,10 +20,6 @@ from lightning_zoffload.host_memory import HostBuffer, require_host_memory
 from lightning_zoffload.kernels import SegmentSteps
 from lightning_zoffload.slab import Segment, Slab
 
-#: Elements that are updated and sent up as a unit: a few ms of host work, so that the last upload
-#: of a step is short, and many times what a kernel call and a copy cost to start.
-TILE = 2**22
-
 
 class Bucket:
     """A part of a slab and the gradients that have arrived for it since the last step.
@@ -93,11 +89,11 @@ class Bucket:
                 segments = list(group)
                 yield slice(self.place(segments[0])[0].start, self.place(segments[-1])[0].stop)
 
-    def tiles(self, segments: set[Segment]) -> Iterator[slice]:
-        """The elements of these segments in pieces to update and send up one by one."""
+    def tiles(self, segments: set[Segment], size: int) -> Iterator[slice]:
+        """The elements of these segments in pieces of at most ``size``."""
         for run in self.runs(segments.__contains__):
-            for start in range(run.start, run.stop, TILE):
-                yield slice(start, min(start + TILE, run.stop))
+            for start in range(run.start, run.stop, size):
+                yield slice(start, min(start + size, run.stop))
 
     def stage(self, segment: Segment) -> tuple[Tensor, slice]:
         """Where in ``staging`` the segment's part goes, and which part of the segment it is."""

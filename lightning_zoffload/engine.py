@@ -67,12 +67,14 @@ class OffloadEngine:
     ) -> None:
         on_host = device.type == "cpu"
         self.config = config
+        num_threads = config.host_threads or default_host_threads(device)
         self.transfer = transfer or (
-            InlineTransfer() if on_host else StreamTransfer(AcceleratorStreams(device), device)
+            InlineTransfer(num_threads)
+            if on_host
+            else StreamTransfer(AcceleratorStreams(device), device)
         )
         self._loss_scale = loss_scale
         self._worker = worker or (InlineWorker() if on_host else ThreadWorker())
-        num_threads = config.host_threads or default_host_threads(device)
         self._hooks = GradientHooks(self.transfer, self._worker, num_threads)
         self._shares = {
             optimizer: OptimizerShare(

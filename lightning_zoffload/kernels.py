@@ -345,6 +345,28 @@ def cast(source: Tensor, destination: Tensor, *, num_threads: int | None = None)
     _lib.zo_cast(len(source), *_typed(source), *_typed(destination), _threads(num_threads))
 
 
+def copy(source: Tensor, destination: Tensor, *, num_threads: int | None = None) -> None:
+    """``destination.copy_(source)`` by this library's threads.
+
+    Torch's own threads spin for a while after each of their copies, and would take the CPUs from
+    the step that runs in turns with it.
+
+    Args:
+        source: fp16, bf16 or fp32.
+        destination: The same dtype.
+        num_threads: Default: :func:`torch.get_num_threads`.
+
+    Raises:
+        TypeError: An argument is not a tensor or of another dtype.
+        ValueError: A tensor has another layout or device, or they differ in length or overlap.
+    """
+    check_tensor("source", source, _DTYPES)
+    check_tensor("destination", destination, (source.dtype,))
+    check_together(source=source, destination=destination)
+    pointers = _pointer("void *", source), _pointer("void *", destination)
+    _lib.zo_copy(source.nbytes, *pointers, _threads(num_threads))
+
+
 def first_touch(fresh: Tensor, *, num_threads: int | None = None) -> None:
     """Writes a zero to every page of freshly mapped memory, by the threads that will update it.
 

@@ -57,7 +57,7 @@ def apply(
 ) -> None:
     """Updates some segments of a bucket tile by tile; each goes up as soon as it is done."""
     share.update.prepare(bucket, segments)
-    for tile in bucket.tiles(set(segments)):
+    for tile in bucket.tiles(set(segments), transfer.tile):
         share.update.update(bucket, tile, scaling)
         transfer.upload(bucket.exchange[tile], bucket.device[tile])
     share.update.finish(bucket)

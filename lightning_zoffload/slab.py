@@ -108,21 +108,23 @@ class Slab:
         if device.type == "cuda":
             exchange.pin()
         master = host_buffer(torch.float32)
-        moments = [host_buffer(dtype) for dtype in moment_dtypes]
-        steps = HostBuffer(len(layout.segments), torch.float32, num_threads=1)
         self.device = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         self.exchange = exchange.flat
         self.master = master.flat
-        self.moments = tuple(buffer.flat for buffer in moments)
-        self.steps = steps.flat
         starts = [place.offset for place in layout.segments]
         self.ends = torch.tensor([*starts[1:], layout.numel], dtype=torch.int64)
         self.seeds = torch.tensor([crc32(name.encode()) for name, _ in parameters])
+        masters = [master.segment(place.offset, place.spec) for place in layout.segments]
+        for (_, parameter), own in zip(parameters, masters, strict=True):
+            own.copy_(parameter.detach())
+            parameter.data = own  # gives its old memory up before more is taken
+        moments = [host_buffer(dtype) for dtype in moment_dtypes]
+        steps = HostBuffer(len(layout.segments), torch.float32, num_threads=1)
+        self.moments = tuple(buffer.flat for buffer in moments)
+        self.steps = steps.flat
         self.segments: list[Segment] = []
-        for number, (place, (name, parameter)) in enumerate(
-            zip(layout.segments, parameters, strict=True)
-        ):
-            spec, offset = place.spec, place.offset
+        for number, place in enumerate(layout.segments):
+            (name, parameter), spec, offset = parameters[number], place.spec, place.offset
             segment = Segment(
                 name=name,
                 group_index=group_index,
@@ -131,11 +133,10 @@ class Slab:
                 end=place.end,
                 device=self.device.as_strided(spec.shape, spec.stride, offset),
                 exchange=exchange.segment(offset, spec),
-                master=master.segment(offset, spec),
+                master=masters[number],
                 moments=tuple(buffer.segment(offset, spec) for buffer in moments),
                 step=steps.segment(number, ParameterSpec(number, (), (), torch.float32)),
             )
-            segment.master.copy_(parameter.detach())
             segment.bind()
             self.segments.append(segment)
         self.upload_masters()

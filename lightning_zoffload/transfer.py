@@ -9,11 +9,13 @@ in the place of the accelerator's.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_zoffload import kernels
 from lightning_zoffload.streams import Streams
 from lightning_zoffload.trace import Phase, span
 
@@ -26,8 +28,15 @@ class Landing(Protocol):
 
 
 class Transfer(Protocol):
-    """What a step needs. ``bytes_down`` and ``bytes_up`` count what has crossed the bus."""
+    """What a step needs.
 
+    Attributes:
+        tile: Elements to update and upload as a unit.
+        bytes_down: What has crossed the bus to the host so far.
+        bytes_up: And back.
+    """
+
+    tile: int
     bytes_down: int
     bytes_up: int
 
@@ -57,9 +66,16 @@ class Transfer(Protocol):
 
 
 class InlineTransfer:
-    """For a device that is the host: gradients are staged in the exchange buffer itself."""
+    """For a device that is the host: gradients are staged in the exchange buffer itself.
 
-    def __init__(self) -> None:
+    Args:
+        num_threads: Threads that copy parameters.
+    """
+
+    tile = sys.maxsize  # nothing overlaps, and each kernel call wakes threads
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
         self.bytes_down = 0
         self.bytes_up = 0
 
@@ -86,7 +102,7 @@ class InlineTransfer:
     def upload(self, exchange: Tensor, parameters: Tensor) -> None:
         """See :class:`Transfer`."""
         with span(Phase.PARAMETER_UP):
-            parameters.copy_(exchange)
+            kernels.copy(exchange, parameters, num_threads=self._num_threads)
         self.bytes_up += exchange.nbytes
 
     def finish_uploads(self) -> None:
@@ -112,6 +128,9 @@ class StreamTransfer:
         device: The device.
         staging_buffers: How many may be in use at a time.
     """
+
+    #: A few ms of host work: the last upload of a step is short, starting costs little beside it.
+    tile = 2**22
 
     def __init__(self, streams: Streams, device: torch.device, staging_buffers: int = 4) -> None:
         self.bytes_down = 0

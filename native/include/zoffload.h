@@ -113,6 +113,9 @@ enum zo_status zo_accumulate(int64_t n, float *accumulator, const void *gradient
 void zo_cast(int64_t n, const void *source, enum zo_dtype source_dtype, void *destination,
              enum zo_dtype destination_dtype, int threads);
 
+/* Copies bytes between buffers that do not overlap. */
+void zo_copy(int64_t bytes, const void *source, void *destination, int threads);
+
 /* Writes a zero to every page of a fresh mapping, so that the system provides them now, by the
  * threads that will use them. */
 void zo_first_touch(int64_t bytes, void *memory, int threads);

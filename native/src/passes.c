@@ -1,6 +1,7 @@
 /* Statistics, accumulation, casts and first touch, cut into tiles for the threads. */
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "internal.h"
 
@@ -83,6 +84,17 @@ void zo_cast(int64_t n, const void *source, enum zo_dtype source_dtype, void *de
                            .dtype = narrows ? destination_dtype : source_dtype,
                            .to = destination};
   zo_parallel_elements(narrows ? narrow_tiles : widen_tiles, &call, n, threads);
+}
+
+static void copy_tiles(void *context, int64_t first, int64_t last) {
+  const struct pass_call *call = context;
+  const int64_t begin = first * ZO_TILE, end = zo_tiles_end(last, call->n);
+  memcpy(call->to + begin, call->from + begin, (size_t)(end - begin));
+}
+
+void zo_copy(int64_t bytes, const void *source, void *destination, int threads) {
+  struct pass_call call = {.n = bytes, .from = source, .to = destination};
+  zo_parallel_elements(copy_tiles, &call, bytes, threads);
 }
 
 enum { PAGE = 4096 };
