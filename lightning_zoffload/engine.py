@@ -145,6 +145,7 @@ class OffloadEngine:
                 share.clipping = clipping
                 share.intake.wants_norm |= math.isfinite(clipping.max_norm)
             if eager and share.in_step:
+                self._hooks.send_staged(share.intake)  # of earlier micro-batches: not final yet
                 schedules.start_eager(share, self._loss_scale, self.transfer)
         yield
         for share in self._shares.values():

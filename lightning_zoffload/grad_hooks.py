@@ -106,14 +106,14 @@ class GradientHooks:
             segment.parameter.grad = placeholder
         flat = segment.flat(gradient.detach())
         for bucket in intake.buckets[segment]:
+            if segment in bucket.staged:
+                self._send(bucket)
             if segment in bucket.applied:
                 raise RuntimeError(
                     f"A second gradient of `{segment.name}` came in one backward, after its"
                     " parameter had been updated with the first."
                     " Pass `schedule='synchronous'` to zero_offload."
                 )
-            if segment in bucket.staged:
-                self._send(bucket)
             if segment in bucket.on_host:
                 self._start_accumulating(bucket)
             if bucket.staging is None:
@@ -128,6 +128,10 @@ class GradientHooks:
         for segment in intake.buckets:
             self._reconcile(intake, segment)
             segment.parameter.grad = None
+        self.send_staged(intake)
+
+    def send_staged(self, intake: Intake) -> None:
+        """Sends buckets that are not full too."""
         for bucket in [b for b, owner in self._open.items() if owner is intake]:
             self._send(bucket)
 
@@ -228,9 +232,10 @@ class GradientHooks:
             bucket.arrived.clear()
         after: Callable[[], None] | None = None
         if intake.is_last and intake.apply is not None:
-            bucket.applied |= segments
-            bucket.on_host -= segments
-            after = partial(intake.apply, bucket, segments)
+            ready = segments - intake.held  # more may come of the others
+            bucket.applied |= ready
+            bucket.on_host -= ready
+            after = partial(intake.apply, bucket, ready)
         elif intake.is_last and is_full and intake.wants_norm:
             after = self.statistics_job(bucket)
         additions = [

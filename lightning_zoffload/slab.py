@@ -19,6 +19,9 @@ from lightning_zoffload.host_memory import HostBuffer
 from lightning_zoffload.layout import ParameterSpec, SlabLayout
 from lightning_zoffload.transfer import Transfer
 
+#: Elements that are cast and sent at a time where that needs memory of its own.
+_PIECE = 2**22
+
 
 @dataclass(eq=False)
 class Segment:
@@ -148,11 +151,11 @@ class Slab:
                 flat[segment.end : end].zero_()
 
     def upload_masters(self) -> None:
-        """Casts all masters into the exchange buffer and sends them to the device."""
-        self._transfer.synchronize()  # an upload may still read what is overwritten here
-        self.exchange.copy_(self.master)
-        self._transfer.upload(self.exchange, self.device)
-        self._transfer.finish_uploads()
+        """Sends all masters to the device, past the exchange buffer, which may hold gradients."""
+        for start in range(0, len(self.master), _PIECE):
+            piece = slice(start, start + _PIECE)
+            self._transfer.upload(self.master[piece].to(self.device.dtype), self.device[piece])
+            self._transfer.synchronize()  # the copy that is sent lives until then
 
     def release(self) -> None:
         """Ends the transfers' hold on the memory; the tensors live on."""
