@@ -27,9 +27,10 @@ struct zo_buffers {
   enum zo_dtype state_dtype;
 };
 
-/* Segments of the buffers: number i goes from the end of number i - 1 (the first from `begin`, which
- * is negative where the buffers start in its middle, else 0) to ends[i], exclusive. steps[i] counts from 1 and includes the step being made; where it is 0 the
- * segment is left as it is. Elements behind the last end are too.
+/* Segments of the buffers: number i goes from the end of number i - 1 (the first from `begin`,
+ * which is negative where the buffers start in its middle, else 0) to ends[i], exclusive. steps[i]
+ * counts from 1 and includes the step being made; where it is 0 the segment is left as it is.
+ * Elements behind the last end are too.
  *
  * A bf16 state is rounded up with the probability that makes its mean exact. The random number is a
  * function of seeds[i], steps[i] and the element's number in its segment (mod 2^32), of nothing
