@@ -113,17 +113,24 @@ def markdown(rows: Rows, unit: str) -> str:
 
 def save(out: Path, title: str, text: str, rows: Rows, machine: dict[str, Any]) -> None:
     """Writes ``out``.md, .json with every sample, and .png."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    facts = "\n".join(f"- {name}: {value}" for name, value in machine.items())
-    out.with_suffix(".md").write_text(f"# {title}\n\n{facts}\n\n{text}")
     samples = {
         show_size(numel): {c.name: c.seconds for c in contestants}
         for numel, contestants in rows.items()
     }
-    out.with_suffix(".json").write_text(
-        json.dumps({"machine": machine, "seconds": samples}, indent=1) + "\n"
-    )
+    write_report(out, title, text, machine, {"seconds": samples})
     plot(out.with_suffix(".png"), title, rows)
+
+
+def write_report(
+    out: Path, title: str, text: str, machine: dict[str, Any], samples: dict[str, Any]
+) -> None:
+    """Writes ``out``.md and .json."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    facts = "\n".join(f"- {name}: {value}" for name, value in machine.items())
+    out.with_suffix(".md").write_text(f"# {title}\n\n{facts}\n\n{text}")
+    out.with_suffix(".json").write_text(
+        json.dumps({"machine": machine, **samples}, indent=1) + "\n"
+    )
 
 
 def plot(path: Path, title: str, rows: Rows) -> None:

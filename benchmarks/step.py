@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ def run_apart(contestant: str, python: str, arguments: argparse.Namespace) -> di
     return result
 
 
-def table(results: dict[str, list[dict[str, Any]]], format_row: Callable[..., str]) -> str:
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
     medians = {
         name: statistics.median(s for r in rounds for s in r["seconds"])
         for name, rounds in results.items()
@@ -254,18 +254,14 @@ def main() -> None:
         for name in names:
             python = arguments.deepspeed_python if name == DEEPSPEED else sys.executable
             results[name].append(run_apart(name, python, arguments))
-    text = table(results, format_row)
+    text = table(results)
     print(text)
-    from measure import describe_machine
+    from measure import describe_machine, write_report  # DeepSpeed's interpreter lacks our package
 
-    machine = describe_machine(arguments.threads)
-    facts = "\n".join(f"- {name}: {value}" for name, value in machine.items())
     count = next(iter(results.values()))[0]["parameters"]
-    title = f"# Training step, {count:,} parameters, batch {BATCH} x {FEATURES}"
-    arguments.out.with_suffix(".md").write_text(f"{title}\n\n{facts}\n\n{text}")
-    arguments.out.with_suffix(".json").write_text(
-        json.dumps({"machine": machine, "results": results}, indent=1) + "\n"
-    )
+    title = f"Training step, {count:,} parameters, batch {BATCH} x {FEATURES}"
+    machine = describe_machine(arguments.threads)
+    write_report(arguments.out, title, text, machine, {"results": results})
 
 
 if __name__ == "__main__":

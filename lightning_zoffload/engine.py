@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -270,11 +270,11 @@ class OffloadEngine:
         self._shares = {}
 
     def _take_over(
-        self, shares: Iterable[OptimizerShare], wanted: Callable[[Tensor], bool]
+        self, shares: Collection[OptimizerShare], wanted: Callable[[Tensor], bool]
     ) -> None:
+        for parameter, optimizer in self._takeover.run(shares, wanted):
+            _ENGINES[parameter] = (weakref.ref(self), optimizer)
         for share in shares:
-            for parameter in self._takeover.run(share, wanted):
-                _ENGINES[parameter] = (weakref.ref(self), share.optimizer)
             self._arrange(share)
 
     def _arrange(self, share: OptimizerShare) -> None:

@@ -174,8 +174,7 @@ class GradientHooks:
         if intake.leave or segment in intake.held:
             return
         intake.seen_in[segment] = intake.backward
-        self._drop(intake, segment)
-        self.take(intake, segment, gradient)
+        self._reconcile(intake, segment)
 
     def _on_further_gradient(self, intake: Intake, segment: Segment, gradient: Tensor) -> None:
         if intake.backward and intake.seen_in.get(segment) == intake.backward:

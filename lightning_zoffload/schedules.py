@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -53,11 +52,11 @@ def apply(
     scaling: GradientScaling,
     transfer: Transfer,
     bucket: Bucket,
-    segments: Collection[Segment],
+    segments: set[Segment],
 ) -> None:
     """Updates some segments of a bucket tile by tile; each goes up as soon as it is done."""
     share.update.prepare(bucket, segments)
-    for tile in bucket.tiles(set(segments), transfer.tile):
+    for tile in bucket.tiles(segments, transfer.tile):
         share.update.update(bucket, tile, scaling)
         transfer.upload(bucket.exchange[tile], bucket.device[tile])
     share.update.finish(bucket)

@@ -120,21 +120,25 @@ class Takeover:
                             " can follow one only. Give each parameter to one optimizer."
                         )
 
-    def run(self, share: OptimizerShare, wanted: Callable[[Tensor], bool]) -> list[Tensor]:
-        """Builds slabs for the wanted parameters of an optimizer that have none yet.
+    def run(
+        self, shares: Iterable[OptimizerShare], wanted: Callable[[Tensor], bool]
+    ) -> list[tuple[Tensor, Optimizer]]:
+        """Builds slabs for the wanted parameters of the shares that have none yet.
 
         Returns:
-            These parameters.
+            These parameters, each with its optimizer.
 
         Raises:
             HostMemoryError: They do not fit. Nothing is taken then.
         """
-        plans = list(self._plan(share, wanted))
+        plans = [plan for share in shares for plan in self._plan(share, wanted)]
         if plans:
             require_host_memory(sum(map(self._bytes_needed, plans)), "zero_offload")
         for plan in plans:
             self._build(plan)
-        return [parameter for plan in plans for parameter in plan.parameters]
+        return [
+            (parameter, plan.share.optimizer) for plan in plans for parameter in plan.parameters
+        ]
 
     def _plan(self, share: OptimizerShare, wanted: Callable[[Tensor], bool]) -> Iterator[_SlabPlan]:
         for group_index, group in enumerate(share.optimizer.param_groups):

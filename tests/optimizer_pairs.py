@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_zoffload import Lion
 from lightning_zoffload.config import OffloadConfig
 from lightning_zoffload.engine import OffloadEngine
-from lightning_zoffload.loss_scale import ConstantLossScale
+from lightning_zoffload.loss_scale import ConstantLossScale, LossScale
 from lightning_zoffload.optimizer import OffloadedStep
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -39,19 +39,31 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
+def engine_on(
+    module: nn.Module,
+    *optimizers: Optimizer,
+    config: OffloadConfig | None = None,
+    dtype: torch.dtype | None = None,
+    loss_scale: LossScale | None = None,
+    **pipeline: Any,
+) -> OffloadEngine:
+    """Puts the module's masters on the host, without Lightning."""
+    return OffloadEngine(
+        module,
+        optimizers,
+        device=torch.device("cpu"),
+        device_dtype=lambda p: dtype or p.dtype,
+        loss_scale=loss_scale or ConstantLossScale(),
+        config=config or OffloadConfig(),
+        **pipeline,
+    )
+
+
 def offload(
     module: nn.Module, optimizer: Optimizer, config: OffloadConfig | None = None
 ) -> OffloadedStep:
-    """Puts the module's masters and the optimizer on the host, without Lightning."""
-    engine = OffloadEngine(
-        module,
-        [optimizer],
-        device=torch.device("cpu"),
-        device_dtype=lambda p: p.dtype,
-        loss_scale=ConstantLossScale(),
-        config=config or OffloadConfig(),
-    )
-    return OffloadedStep(optimizer, engine)
+    """The same, and the optimizer steps there."""
+    return OffloadedStep(optimizer, engine_on(module, optimizer, config=config))
 
 
 def pair(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_pairs import engine_on
 from support import assert_relative
 from torch import nn
 from torch.optim import Optimizer
@@ -31,14 +32,8 @@ def make_engine(
     bucket_size: int = 2**20,
     config: OffloadConfig | None = None,
 ) -> OffloadEngine:
-    engine = OffloadEngine(
-        module,
-        optimizers,
-        device=CPU,
-        device_dtype=lambda p: dtype,
-        loss_scale=loss_scale or ConstantLossScale(),
-        config=config or OffloadConfig(bucket_size=bucket_size),
-    )
+    config = config or OffloadConfig(bucket_size=bucket_size)
+    engine = engine_on(module, *optimizers, config=config, dtype=dtype, loss_scale=loss_scale)
     for optimizer in optimizers:
         OffloadedStep(optimizer, engine)
     return engine

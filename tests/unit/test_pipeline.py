@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from optimizer_pairs import engine_on
 from pipelines import PIPELINES, LateStreams, LateWorker, stream_transfer
 from support import assert_relative
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from lightning_zoffload import full_grad, master_param, optimizer_state
 from lightning_zoffload.config import OffloadConfig
 from lightning_zoffload.engine import OffloadEngine
 from lightning_zoffload.host_worker import ThreadWorker
-from lightning_zoffload.loss_scale import ConstantLossScale
 from lightning_zoffload.optimizer import OffloadedStep
 from lightning_zoffload.takeover import Clipping
 from lightning_zoffload.transfer import InlineTransfer
@@ -29,7 +29,7 @@ from lightning_zoffload.transfer import InlineTransfer
 Make = Callable[[Any], Optimizer]
 MAKERS: dict[str, Make] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
-    "adamw_bf16_free": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, initial_accumulator_value=0.1),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, initial_accumulator_value=0.1),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3),
 }
@@ -77,13 +77,12 @@ class Run:
         self.engine: OffloadEngine | None = None
         if pipeline is not None:
             transfer, worker = PIPELINES[pipeline]()
-            self.engine = OffloadEngine(
+            config = OffloadConfig(**{"bucket_size": 128, **options})
+            self.engine = engine_on(
                 module,
-                [self.optimizer],
-                device=torch.device("cpu"),
-                device_dtype=lambda p: dtype or p.dtype,
-                loss_scale=ConstantLossScale(),
-                config=OffloadConfig(**{"bucket_size": 128, **options}),
+                self.optimizer,
+                config=config,
+                dtype=dtype,
                 transfer=transfer,
                 worker=worker,
             )
@@ -468,16 +467,8 @@ def test_uploads_wait_for_compute_that_still_reads_the_old_parameters() -> None:
     streams = LateStreams()
     module = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    engine = OffloadEngine(
-        module,
-        [optimizer],
-        device=torch.device("cpu"),
-        device_dtype=lambda p: p.dtype,
-        loss_scale=ConstantLossScale(),
-        config=OffloadConfig(),
-        transfer=stream_transfer(streams),
-        worker=LateWorker(),
-    )
+    transfer, worker = stream_transfer(streams), LateWorker()
+    engine = engine_on(module, optimizer, transfer=transfer, worker=worker)
     OffloadedStep(optimizer, engine)
     before, seen = module.weight.detach().clone(), []
     module(torch.ones(1, 4)).sum().backward()
