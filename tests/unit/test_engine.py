@@ -272,6 +272,17 @@ def test_too_little_memory_is_told_before_anything_is_taken(
     make_engine(module, optimizer, dtype=torch.bfloat16, config=config)
 
 
+def test_the_memory_of_all_optimizers_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)])
+    needed = 2 * 64 * 64 * (14 + 2 - 4)
+    optimizers = [torch.optim.AdamW(module.parameters()) for module in modules]
+    before = modules[0].weight.data_ptr()
+    monkeypatch.setattr("lightning_zoffload.host_memory.available_memory", lambda: needed - 1)
+    with pytest.raises(HostMemoryError, match=f"needs {needed:,} bytes"):
+        make_engine(modules, *optimizers, dtype=torch.bfloat16)
+    assert modules[0].weight.data_ptr() == before
+
+
 def test_memory_refused_half_way_leaves_the_module_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     module = net()
     before = {p: p.detach().clone() for p in module.parameters()}
